@@ -1,0 +1,41 @@
+# N links, and who of them is asked. See fleet.pyx for the contract.
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from redlock_fast._core.link cimport Link
+from redlock_fast._core.op cimport Op
+from redlock_fast._core.wire cimport Buf, Replies
+
+cdef enum:
+    CHUNK = 256                 # commands that leave a batch at once
+    CHUNK_BYTES = 256 * 1024    # or so many bytes, whichever comes first
+    WINDOW = 1024               # commands of one batch that a master may owe
+
+cdef class Fleet:
+    cdef readonly int n
+    cdef readonly list links
+    cdef readonly list news         # (address, word, cause), for the log; the driver empties it
+    cdef readonly int64_t patience_ns
+    cdef readonly int64_t connect_ns
+    cdef int64_t now_ns    # the last time that was told
+    cdef Replies replies
+    cdef Buf scratch
+    cdef list hoping                # rounds that still wait for a master to become ready
+    cdef uint64_t counts[8]
+
+    cpdef int start(self, Op op, int64_t now) except -1
+    cpdef int refill(self, Op op, int64_t now) except -1
+    cpdef int serve(self, int64_t now) except -1
+    cpdef int finish(self, Op op) except -1
+    cpdef int expire(self, Op op, int64_t now) except -1
+    cdef bint overdue(self, int64_t now) noexcept
+    cpdef int judge(self, int64_t now) except -1
+    cpdef uint32_t due(self, int64_t now) except? 0xFFFFFFFF
+    cpdef int64_t next_ns(self) noexcept
+    cpdef int broke(self, Link link, str outcome, str cause, int64_t now) except -1
+    cdef bint owes(self) noexcept
+    cdef int after_fork(self) except -1
+    cdef int _encode(self, Op op, int first) except -1
+    cdef int _give_up(self, Op op, Link link) except -1
+    cdef int after_break(self, Link link) except -1
+    cpdef int count(self, int what) except -1

@@ -1,0 +1,415 @@
+"""N links, and which of them a round asks: health, back-off, bounds, chunks, deadlines.
+
+Given a round, `start` queues its commands on every master that may take them and remembers the
+others as hopes: a master that becomes ready while the round is open gets its commands then. Who
+drives moves the links' bytes, tells what became of connections, and asks in between:
+
+    serve(now)   after anything came in: debts, hopes, failures of links
+    refill(op)   the next chunks of a batch
+    due(now)     which masters are to be dialled now
+    next_ns()    when to ask again, even if nothing comes in
+
+Never: system calls, clocks, waiting. All under the GIL.
+"""
+
+cimport cython
+
+from redlock_fast._core.link cimport DIALING, DOWN, GREETING, MAX_OWED, MAX_UNSENT, READY, Link
+from redlock_fast._core.op cimport ACQUIRE, MAX_MASTERS, RELEASE, TROUBLE, Op
+from redlock_fast._core.wire cimport Buf, Replies, buf_free
+
+cdef int64_t NEVER = 0x7FFFFFFFFFFFFFFF
+
+# What is counted, for stats().
+COUNTERS = ("acquired", "contended", "no_quorum", "too_late", "released", "extended", "lost")
+
+# A debt is void when its key must have expired: this long after it was noted, where the lock's
+# ttl is not known.
+cdef int64_t LAPSE_NS = 60_000_000_000
+cdef int64_t LAPSE_MARGIN_NS = 10_000_000_000
+
+
+@cython.final
+cdef class Fleet:
+    """The masters of one client.
+
+    Args:
+        masters: sequence of `options.MasterOptions`, at most 32.
+        patience_ns: `master_timeout`; a round ends so long after its start.
+        connect_ns: `connect_timeout`; a connection has so long to become ready.
+        jitter: draws from [0, 1).
+    """
+
+    def __cinit__(self, masters, int64_t patience_ns, int64_t connect_ns, jitter):
+        if not 0 < len(masters) <= MAX_MASTERS:
+            raise ValueError(f"expected 1 to {MAX_MASTERS} masters, not {len(masters)}")
+        self.n = len(masters)
+        self.patience_ns = patience_ns
+        self.connect_ns = connect_ns
+        self.replies = Replies()
+        self.news = []
+        self.hoping = []
+        self.links = [
+            Link(i, options, self.replies, patience_ns, jitter, self.news)
+            for i, options in enumerate(masters)
+        ]
+
+    def __dealloc__(self):
+        buf_free(&self.scratch)
+
+    # -- rounds --------------------------------------------------------------------------------
+
+    cpdef int start(self, Op op, int64_t now) except -1:
+        """Begin a round: queue its first chunk wherever it may go."""
+        cdef Link link
+        cdef uint32_t bit
+        cdef int i, count
+        self.now_ns = now
+        op.start_ns = now
+        op.limit_ns = now + self.patience_ns
+        if op.lapse_ns == 0:
+            op.lapse_ns = now + LAPSE_NS
+        count = self._encode(op, 0)
+        for i in range(self.n):
+            bit = <uint32_t> 1 << i
+            if not op.asked & bit:
+                continue
+            link = <Link> self.links[i]
+            if link.takes(op, now):
+                link.queue(op, 0, count, &self.scratch, now)
+                continue
+            if op.kind == RELEASE:
+                if link.state == READY:
+                    continue        # a batch, and it owes much: refill() sees to it
+                link.owe(op, 0, op.k)
+                op.queued[i] = op.k
+            if link.retry_ns > op.limit_ns and (
+                link.state == DOWN or link.state == READY and op.kind == ACQUIRE
+            ):
+                self._give_up(op, link)
+            else:
+                op.hoping |= bit
+        if op.hoping and not op.ended:
+            self.hoping.append(op)
+        if op.k > count:
+            self.refill(op, now)
+        return 0
+
+    cdef int _encode(self, Op op, int first) except -1:
+        """Put the commands of the next chunk into `scratch`; returns how many items that is."""
+        cdef int item = first
+        cdef int last = min(op.k, first + CHUNK)
+        self.scratch.n = 0
+        while item < last and (item == first or self.scratch.n < CHUNK_BYTES):
+            op.put(&self.scratch, item, False)
+            item += 1
+        return item - first
+
+    cpdef int refill(self, Op op, int64_t now) except -1:
+        """Queue a batch's next chunks where there is room.
+
+        Returns 1 while a master that works has not been given all of them.
+        """
+        cdef Link link
+        cdef uint32_t bit
+        cdef int i, first, count = 0, encoded = -1
+        cdef bint more = False
+        for i in range(self.n):
+            bit = <uint32_t> 1 << i
+            if not op.asked & bit or op.hoping & bit or op.queued[i] >= op.k:
+                continue
+            link = <Link> self.links[i]
+            if op.closed & bit:
+                continue
+            if link.state != READY or op.kind == ACQUIRE and link.retry_ns > now:
+                # It broke, or answers with errors, half way: the rest is not sent.
+                op.explain(i, link.outcome, link.cause)
+                op.fail(i, op.queued[i], op.k - op.queued[i])
+                if op.kind == RELEASE:
+                    link.owe(op, op.queued[i], op.k - op.queued[i])
+                    op.queued[i] = op.k
+                op.close(i)
+                continue
+            while op.queued[i] < op.k:
+                if (
+                    op.owed[i] > WINDOW - CHUNK
+                    or link.promised - link.booked >= MAX_OWED
+                    or link.unsent + link.out.n > 2 * CHUNK_BYTES
+                ):
+                    more = more or not link.suspect
+                    break
+                first = op.queued[i]
+                if encoded != first:
+                    count = self._encode(op, first)
+                    encoded = first
+                link.queue(op, first, count, &self.scratch, now)
+        return more
+
+    cdef int _give_up(self, Op op, Link link) except -1:
+        """A master that cannot answer within this round: say why, and count it out."""
+        op.explain(link.index, link.outcome, link.cause)
+        op.fail(link.index, 0, op.k)
+        op.close(link.index)
+        op.nudged = True
+        return 0
+
+    cpdef int serve(self, int64_t now) except -1:
+        """Something came in or fell due: pay debts, fulfil hopes."""
+        cdef Link link
+        cdef Op op
+        cdef int i, count
+        cdef uint32_t bit
+        self.now_ns = now
+        for i in range(self.n):
+            link = <Link> self.links[i]
+            if link.state == READY and link.debts and now >= link.retry_ns:
+                link.pay(now)
+        if not self.hoping:
+            return 0
+        for op in self.hoping[:]:
+            for i in range(self.n):
+                bit = <uint32_t> 1 << i
+                link = <Link> self.links[i]
+                if op.ended or not op.hoping & bit or not link.takes(op, now):
+                    continue
+                op.hoping &= ~bit
+                op.nudged = True
+                if op.kind == RELEASE:
+                    continue    # its debt was paid just now
+                count = self._encode(op, 0)
+                link.queue(op, 0, count, &self.scratch, now)
+            if op.ended or not op.hoping:
+                self.finish(op)
+        return 0
+
+    cpdef int finish(self, Op op) except -1:
+        """The round is over: nothing new is sent for it."""
+        op.hoping = 0
+        if self.hoping:
+            self.hoping = [other for other in self.hoping if other is not op]
+        return 0
+
+    cpdef int expire(self, Op op, int64_t now) except -1:
+        """The round's time is up: say why each master that did not answer did not, and judge."""
+        cdef Link link
+        cdef int i
+        self.judge(now)
+        for i in range(self.n):
+            if not op.asked >> i & 1 or op.closed >> i & 1:
+                continue
+            link = <Link> self.links[i]
+            if op.owed[i] or op.queued[i] < op.k and not op.hoping >> i & 1:
+                op.explain(i, "suspect" if link.suspect else "timeout", "no answer in time")
+            elif op.hoping >> i & 1:
+                if link.state == DIALING or link.state == GREETING:
+                    op.explain(i, "connecting", "the connection is not ready yet")
+                elif link.suspect:
+                    op.explain(i, "suspect", "owes replies and is silent")
+                elif link.state == READY and now >= link.retry_ns:
+                    op.explain(i, "busy", "owes too many replies")
+                else:
+                    op.explain(i, link.outcome, link.cause)
+        op.expire()
+        return self.finish(op)
+
+    # -- health --------------------------------------------------------------------------------
+
+    cdef bint overdue(self, int64_t now) noexcept:
+        """Would `judge` find anybody? Only to be asked after the sockets were drained."""
+        cdef Link link
+        cdef int i
+        for i in range(self.n):
+            link = <Link> self.links[i]
+            if link.state == READY:
+                if not link.suspect and link.promised != link.booked \
+                        and now - link.quiet_ns >= self.patience_ns:
+                    return True
+            elif link.state == DOWN:
+                if now >= link.retry_ns:
+                    return True
+            elif now >= link.dial_limit_ns:
+                return True
+        return False
+
+    cpdef int judge(self, int64_t now) except -1:
+        """Mark who is suspect; give up on connections that take too long or owe too much.
+
+        The caller has drained the sockets: a stalled caller is not the master's fault.
+        """
+        cdef Link link
+        cdef int i
+        self.now_ns = now
+        for i in range(self.n):
+            link = <Link> self.links[i]
+            if link.state == READY:
+                if link.promised - link.booked > 2 * MAX_OWED or link.unsent > 2 * MAX_UNSENT:
+                    self.broke(link, "busy", "owes too many replies", now)
+                elif link.promised != link.booked and now - link.quiet_ns >= self.patience_ns:
+                    link.suspect = True
+            elif link.state != DOWN and now >= link.dial_limit_ns:
+                what = "connect" if link.state == DIALING else "handshake"
+                self.broke(link, "timeout", f"the {what} took longer than "
+                           f"{self.connect_ns // 1_000_000} ms", now)
+        return 0
+
+    cpdef uint32_t due(self, int64_t now) except? 0xFFFFFFFF:
+        """Bits of the masters to be dialled now."""
+        cdef Link link
+        cdef uint32_t bits = 0
+        cdef int i
+        for i in range(self.n):
+            link = <Link> self.links[i]
+            if link.state == DOWN and now >= link.retry_ns:
+                bits |= <uint32_t> 1 << i
+        return bits
+
+    cpdef int64_t next_ns(self) noexcept:
+        """When something falls due by time alone."""
+        cdef Link link
+        cdef int64_t at = NEVER
+        cdef int i
+        for i in range(self.n):
+            link = <Link> self.links[i]
+            if link.state == READY:
+                if link.retry_ns > self.now_ns and (link.debts or self.hoping):
+                    at = min(at, link.retry_ns)
+            elif link.state == DOWN:
+                if link.debts or self.hoping:
+                    at = min(at, link.retry_ns)
+            else:
+                at = min(at, link.dial_limit_ns)
+        return at
+
+    cpdef int broke(self, Link link, str outcome, str cause, int64_t now) except -1:
+        """A connection failed, and whoever hoped for it has to know."""
+        link.broke(outcome, cause, now)
+        return self.after_break(link)
+
+    cdef int after_break(self, Link link) except -1:
+        cdef Op op
+        for op in self.hoping[:]:
+            if op.hoping >> link.index & 1:
+                self._give_up(op, link)
+        return 0
+
+    cdef int after_fork(self) except -1:
+        cdef Link link
+        self.hoping = []
+        self.news.clear()
+        self.replies._renew()
+        for link in self.links:
+            link.after_fork()
+        return 0
+
+    # -- for who drives by hand: the event loop, and tests -----------------------------------------
+
+    def dialing(self, int master, int64_t now):
+        """A connection to this master is being opened."""
+        self.now_ns = now
+        (<Link> self.links[master]).dialing(now, now + self.connect_ns)
+
+    def connected(self, int master, int64_t now):
+        """The connection is open; the greeting is there to `take`."""
+        self.now_ns = now
+        (<Link> self.links[master]).connected(now)
+
+    def receive(self, int master, bytes data not None, int64_t now):
+        """Bytes came from this master, cut anywhere."""
+        cdef Link link = <Link> self.links[master]
+        self.now_ns = now
+        link.feed(data, len(data), now)
+        if link.state == DOWN:
+            self.after_break(link)
+        self.serve(now)
+
+    def lost(self, int master, str outcome, str cause, int64_t now):
+        """The connection to this master failed."""
+        self.broke(<Link> self.links[master], outcome, cause, now)
+        self.serve(now)
+
+    def take(self, int master):
+        """Take away the bytes to be sent to this master."""
+        cdef Link link = <Link> self.links[master]
+        cdef bytes data = link.out.p[:link.out.n] if link.out.n else b""
+        link.out.n = 0
+        return data
+
+    # -- what plan and the facades use ---------------------------------------------------------
+
+    def clean_up(self, Op op, items=None):
+        """Have a try's keys deleted, wherever its SETs went; nobody waits for that.
+
+        Args:
+            op: an ACQUIRE round, or an EXTEND that found its lock lost.
+            items: which items, as a list of indexes; None for all.
+        """
+        cdef list keys = op.keys
+        cdef list tokens = op.tokens
+        cdef uint32_t asked = op.asked
+        cdef Link link
+        cdef Op debt
+        cdef int i
+        if items is not None:
+            keys = [keys[j] for j in items]
+            tokens = [tokens[j] for j in items]
+        if op.kind == ACQUIRE:
+            asked = op.reached(min(items) if items else 0)
+        if not keys or not asked:
+            return
+        self.finish(op)
+        debt = Op(RELEASE, self.n, keys, tokens, -1, asked)
+        debt.ended = True
+        debt.lapse_ns = self.now_ns + op.ttl_ms * 1_000_000 + LAPSE_MARGIN_NS
+        for i in range(self.n):
+            if asked >> i & 1:
+                link = <Link> self.links[i]
+                link.owe(debt, 0, debt.k)
+                if link.state == READY:
+                    link.pay(self.now_ns)
+
+    cpdef int count(self, int what) except -1:
+        """Count one event of `COUNTERS`."""
+        self.counts[what] += 1
+        return 0
+
+    @property
+    def indebted(self):
+        """Is there a debt that waits for a connection, or bytes that wait for a socket?"""
+        return self.owes()
+
+    cdef bint owes(self) noexcept:
+        cdef Link link
+        cdef int i
+        for i in range(self.n):
+            link = <Link> self.links[i]
+            if link.unsent or link.debts:
+                return True
+        return False
+
+    @property
+    def connecting(self):
+        """Is a connection under way?"""
+        cdef Link link
+        for link in self.links:
+            if link.state == DIALING or link.state == GREETING:
+                return True
+        return False
+
+    @property
+    def unsettled(self):
+        """Would closing now lose clean-ups that a master could still take or answer?"""
+        cdef Link link
+        for link in self.links:
+            if link.state == READY and not link.suspect and link.promised != link.booked:
+                return True
+            if link.debts and link.state != DOWN or link.unsent or link.out.n:
+                return True
+        return False
+
+    def stats(self):
+        """See `Redlock.stats`."""
+        result = {}
+        for i, name in enumerate(COUNTERS):
+            result[name] = self.counts[i]
+        result["masters"] = [link.stats() for link in self.links]
+        return result

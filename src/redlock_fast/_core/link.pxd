@@ -1,0 +1,78 @@
+# The conversation with one master. See link.pyx for the contract.
+
+from cpython.object cimport PyObject
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from redlock_fast._core.op cimport Op
+from redlock_fast._core.wire cimport Buf, Replies, Reply
+
+cdef enum State:
+    DOWN = 0        # no connection; one may be dialled from retry_ns on
+    DIALING = 1     # connecting
+    GREETING = 2    # connected; AUTH, SELECT and the proof of life are under way
+    READY = 3       # takes commands
+
+cdef enum:
+    MAX_OWED = 4096             # replies; past it no SET goes there (DESIGN, rule 6)
+    MAX_UNSENT = 1024 * 1024    # bytes; likewise
+
+cdef struct Ticket:
+    PyObject* op    # owned; NULL for a step of the greeting
+    int item        # first item, or the step
+    int k           # commands
+    int done        # replies booked
+    int again       # how often it was sent again after NOSCRIPT
+
+cdef class Link:
+    cdef readonly int index
+    cdef readonly object options        # options.MasterOptions
+    cdef readonly int state             # a State
+    cdef readonly bint suspect          # owes, and has been silent for `patience_ns`
+    cdef Buf out                        # bytes to send, in order; whoever drives takes them away
+    cdef Buf part                       # an unfinished line
+    cdef Replies replies
+    cdef Ticket* ring                   # FIFO of what is owed, from head to tail
+    cdef uint32_t mask
+    cdef uint64_t head
+    cdef uint64_t tail
+    cdef int64_t promised               # replies ever asked for
+    cdef int64_t booked                 # replies ever dealt with; promised - booked are owed
+    cdef public size_t unsent           # bytes taken away and not sent; told by whoever drives
+    cdef readonly int64_t patience_ns   # master_timeout
+    cdef int64_t quiet_ns               # since when it owes without a complete reply
+    cdef readonly int64_t retry_ns      # no dialling (DOWN) and no SET (READY) before
+    cdef readonly int64_t dial_limit_ns     # DIALING, GREETING: when to give up
+    cdef int failures                   # in a row
+    cdef bint served                    # gave a usable reply on this connection
+    cdef bint told                      # its trouble was put into the news
+    cdef readonly str outcome           # of the last failure
+    cdef readonly str cause
+    cdef readonly object debts          # deque of (op, first item, count)
+    cdef dict text_sent                 # script's hash -> `promised` when its text went out
+    cdef object jitter                  # () -> [0, 1)
+    cdef list news                      # shared with the fleet
+    cdef readonly object client_id      # of this connection, where the master tells
+    # for stats()
+    cdef readonly int64_t answers
+    cdef readonly int64_t reconnects
+    cdef readonly dict errors
+    cdef readonly int64_t took_ns       # the last reply's time since its round began; -1: none
+
+    cdef bint takes(self, Op op, int64_t now) noexcept
+    cdef int queue(self, Op op, int item, int count, Buf* commands, int64_t now) except -1
+    cdef int push(self, PyObject* op, int item, int k, int again) except -1
+    cdef int owe(self, Op op, int item, int count) except -1
+    cdef int pay(self, int64_t now) except -1
+    cdef int dialing(self, int64_t now, int64_t limit) except -1
+    cdef int connected(self, int64_t now) except -1
+    cdef int greet(self, int64_t now) except -1
+    cdef int feed(self, const char* p, size_t n, int64_t now) except -1
+    cdef int book(self, Reply reply, int64_t now) except -1
+    cdef int greeted(self, int step, Reply reply, int64_t now) except -1
+    cdef int refused(self, Op op, int item, int again, int64_t place, int64_t now) except -1
+    cdef int broke(self, str outcome, str cause, int64_t now) except -1
+    cdef int trouble(self, str outcome, str cause) except -1
+    cdef int after_fork(self) except -1
+    cdef int _well(self) except -1
+    cdef int _ask(self, int step, tuple words) except -1
+    cdef void _drop_head(self)

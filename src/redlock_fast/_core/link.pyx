@@ -1,0 +1,506 @@
+"""The conversation with one master: its connection's state, the FIFO of owed replies, its debts.
+
+Given commands to queue, bytes that came and what happened to the connection, a `Link` fills `out`
+with bytes to send, in order, and tells the ops whose replies these are. Who drives it (a pump)
+moves the bytes, opens and closes the connection, and tells the time; it is told by `state` what is
+wanted: DOWN means that the connection, if there still is one, must be closed.
+
+Every command is a ticket in the FIFO until its reply was booked, so a reply can only be taken for
+the answer to its own command, whoever has stopped waiting for it. A connection that breaks fails
+its tickets; what must reach the master all the same (compare-and-delete) becomes a debt, and goes
+out first on the next connection.
+
+Never: system calls, clocks, Python code of the user. All under the GIL.
+"""
+
+from collections import deque
+
+cimport cython
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.stdlib cimport free, realloc
+
+from redlock_fast._core.op cimport ACQUIRE, FAIL, RELEASE, Op, Vote
+from redlock_fast._core.wire cimport (
+    ERROR,
+    INTEGER,
+    ODD,
+    OK,
+    Buf,
+    Replies,
+    Reply,
+    buf_free,
+    buf_put,
+    error_kind,
+    put_command,
+)
+
+from redlock_fast import rules
+
+cdef extern from "string.h":
+    void* memrchr(const void* s, int c, size_t n) noexcept nogil
+
+cdef enum:
+    MAX_PART = 64 * 1024        # bytes of an unfinished line
+    MAX_DEBTS = 65536           # entries kept for a master that stays away
+    PAID_AT_ONCE = 256          # debts queued as one ticket
+    MAX_AGAIN = 3               # a command is sent again after NOSCRIPT at most so often
+
+# Steps of the greeting. SELECT only for a db other than 0; a refused AUTH or SELECT fails the
+# master. CLIENT ID comes last, as the proof of life: any answer of a server that works proves it,
+# an error too, and where it is allowed the id tells connections apart.
+cdef enum:
+    AUTH = 1
+    SELECT = 2
+    SETNAME = 3
+    CLIENT_ID = 4
+
+# The server works, but not now; nobody has to act, and what was asked may be asked again.
+_PASSING = frozenset(("LOADING", "BUSY", "TRYAGAIN", "MASTERDOWN", "CLUSTERDOWN"))
+# The connection is of no use any more: another one may lead elsewhere, or start with AUTH.
+_PARTING = frozenset(("READONLY", "NOAUTH", "MAXCLIENTS", "DENIED"))
+# Somebody has to act.
+_CONFIG = frozenset(("NOAUTH", "WRONGPASS", "DENIED", "NOPERM"))
+
+
+@cython.final
+cdef class Link:
+    """One master of a fleet.
+
+    Args:
+        index: place in the configuration.
+        options: `options.MasterOptions`.
+        replies: the fleet's parser; only ever holds whole lines of one link at a time.
+        patience_ns: after so long without a complete reply a master that owes one is suspect.
+        jitter: draws from [0, 1), for the back-off.
+        news: list to which (address, word, cause) is appended on trouble and recovery.
+    """
+
+    def __cinit__(self, int index, options, Replies replies, int64_t patience_ns, jitter,
+                  list news):
+        self.index = index
+        self.options = options
+        self.replies = replies
+        self.patience_ns = patience_ns
+        self.jitter = jitter
+        self.news = news
+        self.debts = deque(maxlen=MAX_DEBTS)
+        self.text_sent = {}
+        self.errors = {}
+        self.outcome = "connecting"
+        self.cause = ""
+        self.took_ns = -1
+
+    def __dealloc__(self):
+        while self.head != self.tail:
+            self._drop_head()
+        free(self.ring)
+        buf_free(&self.out)
+        buf_free(&self.part)
+
+    cdef void _drop_head(self):
+        cdef PyObject* op = self.ring[self.head & self.mask].op
+        self.head += 1
+        if op != NULL:
+            Py_DECREF(<object> op)
+
+    # -- commands ------------------------------------------------------------------------------
+
+    cdef bint takes(self, Op op, int64_t now) noexcept:
+        """May this op's commands be queued now?
+
+        Clean-ups go wherever their SET may have gone, however slow the master is: behind it.
+        """
+        if self.state != READY:
+            return False
+        if op.kind == RELEASE:
+            return op.k == 1 or self.promised - self.booked < MAX_OWED
+        if self.suspect:
+            return False
+        if op.kind != ACQUIRE:
+            return True
+        return (
+            now >= self.retry_ns
+            and self.promised - self.booked < MAX_OWED
+            and self.unsent < MAX_UNSENT
+        )
+
+    cdef int push(self, PyObject* op, int item, int k, int again) except -1:
+        cdef uint32_t size = 64, i
+        cdef uint32_t old
+        cdef Ticket* ring
+        cdef Ticket* t
+        if self.ring == NULL or self.tail - self.head > self.mask:
+            old = 0 if self.ring == NULL else self.mask + 1
+            if old:
+                size = old * 2
+            ring = <Ticket*> realloc(self.ring, size * sizeof(Ticket))
+            if ring == NULL:
+                raise MemoryError("no memory for a ticket")
+            self.ring = ring
+            self.mask = size - 1
+            if old:
+                # Every live ticket moves to its place under the wider mask; walking down from the
+                # tail, none is overwritten before it was moved.
+                for i in range(old):
+                    ring[(self.tail - 1 - i) & self.mask] = ring[(self.tail - 1 - i) & (old - 1)]
+        t = &self.ring[self.tail & self.mask]
+        t.op = op
+        t.item = item
+        t.k = k
+        t.done = 0
+        t.again = again
+        if op != NULL:
+            Py_INCREF(<object> op)
+        self.tail += 1
+        return 0
+
+    cdef int queue(self, Op op, int item, int count, Buf* commands, int64_t now) except -1:
+        """Queue the commands of `count` items from `item`, whose bytes are in `commands`."""
+        self.push(<PyObject*> op, item, count, 0)
+        if buf_put(&self.out, commands.p, commands.n) != 0:
+            self.tail -= 1
+            Py_DECREF(op)
+            raise MemoryError("no memory for a command")
+        if self.promised == self.booked:
+            self.quiet_ns = now
+        self.promised += count
+        op.queued[self.index] = item + count
+        op.owed[self.index] += count
+        op.end[self.index] = self.promised
+        return 0
+
+    cdef int owe(self, Op op, int item, int count) except -1:
+        """These compare-and-deletes have to reach the master, some time."""
+        self.debts.append((op, item, count))
+        return 0
+
+    cdef int pay(self, int64_t now) except -1:
+        """Queue debts, oldest first, a chunk at a time, as many as may be owed at once."""
+        cdef Buf b = Buf(NULL, 0, 0)
+        cdef Op op
+        cdef int item, count, most, j
+        try:
+            while self.debts and self.promised - self.booked < 2 * MAX_OWED - PAID_AT_ONCE:
+                op, item, count = self.debts.popleft()
+                if op.lapse_ns < now:
+                    continue
+                most = min(count, PAID_AT_ONCE)
+                if most < count:
+                    self.debts.appendleft((op, item + most, count - most))
+                b.n = 0
+                for j in range(item, item + most):
+                    op.put(&b, j, False)
+                self.queue(op, item, most, &b, now)
+        finally:
+            buf_free(&b)
+        return 0
+
+    # -- the connection ------------------------------------------------------------------------
+
+    cdef int dialing(self, int64_t now, int64_t limit) except -1:
+        """A connection is being opened; it has until `limit` to be READY."""
+        self.state = DIALING
+        self.dial_limit_ns = limit
+        self.served = False
+        self.client_id = None
+        self.text_sent.clear()
+        self.reconnects += 1
+        return 0
+
+    cdef int connected(self, int64_t now) except -1:
+        """The connection is open: greet."""
+        cdef object user = self.options.username
+        cdef object secret = self.options.password
+        cdef bytes password = b"" if secret is None else secret.reveal()
+        self.state = GREETING
+        self.quiet_ns = now
+        if user:
+            self._ask(AUTH, (b"AUTH", user.encode(), password))
+        elif password:
+            self._ask(AUTH, (b"AUTH", password))
+        else:
+            self.greet(now)
+        return 0
+
+    cdef int greet(self, int64_t now) except -1:
+        """What follows AUTH; nothing goes out before that was answered."""
+        if self.options.db:
+            self._ask(SELECT, (b"SELECT", b"%d" % self.options.db))
+        if self.options.client_name:
+            self._ask(SETNAME, (b"CLIENT", b"SETNAME", self.options.client_name.encode()))
+        self._ask(CLIENT_ID, (b"CLIENT", b"ID"))
+        return 0
+
+    cdef int _ask(self, int step, tuple words) except -1:
+        put_command(&self.out, words)
+        self.push(NULL, step, 1, 0)
+        self.promised += 1
+        return 0
+
+    cdef int greeted(self, int step, Reply reply, int64_t now) except -1:
+        """One step was answered. Returns 0 when that broke the link."""
+        cdef str kind, text
+        if reply == ERROR:
+            text = self.replies.text
+            kind = error_kind(text)
+            if kind in _PASSING or kind == "MAXCLIENTS":
+                self.broke(kind, text, now)
+                return 0
+            if step == AUTH or step == SELECT or (kind in _CONFIG and kind != "NOPERM"):
+                self.broke("CONFIG", text, now)
+                return 0
+        elif step == CLIENT_ID:
+            if reply != INTEGER:
+                self.broke("PROTO", "unexpected answer to CLIENT ID", now)
+                return 0
+            self.client_id = self.replies.integer
+        elif reply != OK:
+            self.broke("PROTO", "unexpected answer to the greeting", now)
+            return 0
+        if step == AUTH:
+            self.greet(now)
+        elif step == CLIENT_ID:
+            self.state = READY
+            self.retry_ns = now
+            self.pay(now)
+        return 1
+
+    # -- replies -------------------------------------------------------------------------------
+
+    cdef int feed(self, const char* p, size_t n, int64_t now) except -1:
+        """Bytes that came, cut anywhere; `now` is when they were read."""
+        cdef const char* nl
+        cdef size_t whole
+        cdef int lines
+        cdef bint joined = self.part.n > 0
+        if self.state < GREETING:
+            return 0
+        if joined:
+            if buf_put(&self.part, p, n) != 0:
+                raise MemoryError("no memory for a reply")
+            p = self.part.p
+            n = self.part.n
+        nl = <const char*> memrchr(p, c'\n', n)
+        whole = 0 if nl == NULL else nl + 1 - p
+        if whole:
+            lines = self.replies.begin(p, whole)
+            if lines < 0:
+                self.broke("PROTO", self.replies.text, now)
+                return 0
+            if lines > self.promised - self.booked:
+                # Whatever shifted the order, none of these can be trusted to be an answer.
+                self.broke("PROTO", "a reply that nobody asked for", now)
+                return 0
+            while lines:
+                lines -= 1
+                if not self.book(self.replies.next(), now):
+                    return 0
+            self.quiet_ns = now
+            self.suspect = False
+        if n - whole > MAX_PART:
+            self.broke("PROTO", "a line longer than 64 KiB", now)
+            return 0
+        if not joined:
+            if whole < n and buf_put(&self.part, p + whole, n - whole) != 0:
+                raise MemoryError("no memory for a reply")
+        elif whole:
+            # What is left is the tail of the buffer itself.
+            self.part.n = 0
+            if whole < n:
+                buf_put(&self.part, p + whole, n - whole)
+        return 0
+
+    cdef int book(self, Reply reply, int64_t now) except -1:
+        """Take one reply for the answer to the oldest command. Returns 0 when it broke the link."""
+        cdef Ticket* t
+        cdef Op op
+        cdef int item, again, i = self.index
+        cdef int64_t place = self.booked
+        cdef Vote vote = FAIL
+        if self.head == self.tail:
+            return 0        # another thread gave the link up while hiredis had lost the GIL
+        if reply == ODD:
+            self.broke("PROTO", self.replies.text, now)
+            return 0
+        t = &self.ring[self.head & self.mask]
+        self.booked += 1
+        self.answers += 1
+        if t.op == NULL:
+            item = t.item
+            self.head += 1
+            return self.greeted(item, reply, now)
+        op = <Op> t.op
+        item = t.item + t.done
+        again = t.again
+        if reply != ERROR:
+            vote = op.judge(reply, self.replies.integer)
+            if vote == FAIL:
+                # The ticket stays: it fails with the others.
+                self.booked -= 1
+                self.broke("PROTO", "an answer of the wrong type", now)
+                return 0
+        t.done += 1
+        op.owed[i] -= 1
+        if t.done == t.k:
+            self._drop_head()
+        self.took_ns = now - op.start_ns
+        if op.k > 1 and not op.ended and now + self.patience_ns > op.limit_ns:
+            # A batch's time runs from its last complete reply.
+            op.limit_ns = now + self.patience_ns
+        if reply == ERROR:
+            return self.refused(op, item, again, place, now)
+        self.served = True
+        if self.failures:
+            self.failures = 0
+            self._well()
+        if not op.closed >> i & 1:
+            op.say(i, reply, self.replies.integer)
+            op.vote(i, item, vote, now)
+        return 1
+
+    cdef int refused(self, Op op, int item, int again, int64_t place, int64_t now) except -1:
+        """The server answered a command with an error. Returns 0 when that broke the link."""
+        cdef str text = self.replies.text
+        cdef str kind = error_kind(text)
+        cdef Buf b = Buf(NULL, 0, 0)
+        cdef bint full
+        if kind == "NOSCRIPT" and op.script is not None and again < MAX_AGAIN:
+            # The text goes out once; what was under way meanwhile is asked again by hash behind it.
+            full = self.text_sent.get(op.script.sha, -1) <= place
+            if full:
+                self.text_sent[op.script.sha] = self.promised
+            try:
+                op.put(&b, item, full)
+                if buf_put(&self.out, b.p, b.n) != 0:
+                    raise MemoryError("no memory for a command")
+            finally:
+                buf_free(&b)
+            self.push(<PyObject*> op, item, 1, again + 1)
+            self.promised += 1
+            op.owed[self.index] += 1
+            op.end[self.index] = self.promised
+            op.nudged = True
+            return 1
+        self.errors[kind] = self.errors.get(kind, 0) + 1
+        self.outcome = kind
+        self.cause = text
+        op.explain(self.index, kind, text)
+        if op.kind == RELEASE and kind in _PASSING:
+            self.owe(op, item, 1)
+        elif not op.closed >> self.index & 1:
+            op.vote(self.index, item, FAIL, now)
+        if kind in _PARTING:
+            self.broke("CONFIG" if kind in _CONFIG else kind, text, now)
+            return 0
+        if op.kind == ACQUIRE or kind in _PASSING:
+            self.failures += 1
+            self.retry_ns = now + <int64_t> rules.backoff_ns(self.failures, self.jitter())
+            self.trouble(kind, text)
+        return 1
+
+    cdef int broke(self, str outcome, str cause, int64_t now) except -1:
+        """The connection is of no use any more: fail what is owed, keep the debts."""
+        cdef Ticket* t
+        cdef Op op
+        cdef list held = []
+        cdef int i = self.index
+        cdef int first, count
+        self.state = DOWN
+        self.suspect = False
+        self.out.n = 0
+        self.part.n = 0
+        self.unsent = 0
+        self.outcome = outcome
+        self.cause = cause
+        self.errors[outcome] = self.errors.get(outcome, 0) + 1
+        # An idle connection that a server or a firewall closed is opened again at once; one that
+        # never served waits, and longer each time.
+        self.failures = 0 if self.served else self.failures + 1
+        self.retry_ns = now + <int64_t> rules.backoff_ns(self.failures, self.jitter())
+        self.served = False
+        while self.head != self.tail:
+            t = &self.ring[self.head & self.mask]
+            if t.op != NULL:
+                op = <Op> t.op
+                first = t.item + t.done
+                count = t.k - t.done
+                op.owed[i] -= count
+                if op.kind == RELEASE:
+                    self.owe(op, first, count)
+                if not op.closed >> i & 1:
+                    op.explain(i, outcome, cause)
+                    op.fail(i, first, count)
+                    held.append(op)
+            self._drop_head()
+        for op in held:
+            if op.closed >> i & 1:
+                continue
+            first = op.queued[i]
+            if first < op.k:
+                # The rest of a batch is not sent any more.
+                op.fail(i, first, op.k - first)
+                if op.kind == RELEASE:
+                    self.owe(op, first, op.k - first)
+                    op.queued[i] = op.k
+            op.close(i)
+            op.nudged = True
+        self.booked = self.promised
+        self.trouble(outcome, cause)
+        return 0
+
+    cdef int trouble(self, str outcome, str cause) except -1:
+        if not self.told and self.failures:
+            self.told = True
+            self.news.append((self.options.address, outcome, cause))
+        return 0
+
+    cdef int _well(self) except -1:
+        if self.told:
+            self.told = False
+            self.news.append((self.options.address, "well", ""))
+        return 0
+
+    cdef int after_fork(self) except -1:
+        """In a forked child: none of this is ours; start as new."""
+        while self.head != self.tail:
+            self._drop_head()
+        self.booked = self.promised
+        self.state = DOWN
+        self.suspect = False
+        self.served = False
+        self.failures = 0
+        self.retry_ns = 0
+        self.unsent = 0
+        self.out.n = 0
+        self.part.n = 0
+        self.debts.clear()
+        return 0
+
+    # -- what others read ----------------------------------------------------------------------
+
+    @property
+    def address(self):
+        """`host:port` or `unix:/path`."""
+        return self.options.address
+
+    @property
+    def owed(self):
+        """Replies the master owes."""
+        return self.promised - self.booked
+
+    def stats(self):
+        """One master's part of `Redlock.stats()`."""
+        words = ("down", "connecting", "greeting", "ready")
+        state = "suspect" if self.suspect else words[self.state]
+        return {
+            "address": self.options.address,
+            "state": state,
+            "owed": self.promised - self.booked,
+            "debts": sum([row[2] for row in self.debts]),
+            "reconnects": max(self.reconnects - 1, 0),
+            "replies": self.answers,
+            "errors": dict(self.errors),
+            "cause": f"{self.outcome}: {self.cause}" if self.cause else "",
+            "ms": None if self.took_ns < 0 else self.took_ns / 1e6,
+        }

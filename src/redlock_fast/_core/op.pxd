@@ -1,0 +1,72 @@
+# One round. See op.pyx for the contract.
+
+from libc.stdint cimport int64_t, uint8_t, uint32_t
+
+from redlock_fast._core.wire cimport Buf, Reply
+
+cdef enum:
+    MAX_MASTERS = 32
+
+cdef enum Kind:
+    ACQUIRE = 1     # SET NX PX
+    EXTEND = 2      # compare and PEXPIRE
+    RELEASE = 3     # compare and DEL; also every clean-up
+    OWNED = 4       # does the key hold our token?
+    LOCKED = 5      # does the key hold anything?
+
+cdef enum Vote:
+    FAIL = 0        # no usable answer
+    YES = 1         # granted, ours
+    NO = 2          # taken, foreign, missing
+
+cdef enum Outcome:
+    NOTHING = 0     # no answer so far
+    GRANTED = 1
+    TAKEN = 2
+    OURS = 3
+    FOREIGN = 4
+    MISSING = 5
+    UNASKED = 6
+    TROUBLE = 7     # see Op.troubles
+
+cdef class Op:
+    cdef readonly int kind          # a Kind
+    cdef readonly int n             # masters
+    cdef readonly int k             # items: one key and token each
+    cdef readonly int64_t ttl_ms    # of SET and PEXPIRE, else -1
+    cdef readonly list keys
+    cdef readonly list tokens
+    cdef object script              # scripts.Script, None for ACQUIRE
+    cdef public int64_t start_ns    # read before the first byte was queued
+    cdef public int64_t limit_ns    # when who has not answered is late
+    cdef public bint ended          # every item has its verdict; later votes change nothing
+    # per master, as bits
+    cdef readonly uint32_t asked    # may hold our key, so is asked at all
+    cdef public uint32_t hoping     # not ready yet; gets its commands should it become so
+    cdef public uint32_t closed     # given up on: later votes from there do not count
+    # per master
+    cdef int queued[MAX_MASTERS]    # items whose command was queued
+    cdef int owed[MAX_MASTERS]      # commands queued and not answered
+    cdef int64_t end[MAX_MASTERS]   # the link's count of replies when all of them are answered
+    cdef int64_t heard_ns[MAX_MASTERS]   # when the last answer came, 0: never
+    cdef Outcome outcome[MAX_MASTERS]
+    cdef dict troubles              # index -> (outcome word, cause) where outcome is TROUBLE
+    # per item
+    cdef uint8_t* yes               # four arrays of k in one block: yes, no, failed, word
+    cdef uint8_t* no
+    cdef uint8_t* failed
+    cdef uint8_t* word              # rules' verdict
+    cdef uint8_t small[4]           # the block of a single item
+    cdef int undecided
+    cdef bint nudged                # something changed that its waiter should know
+    cdef int64_t lapse_ns           # a debt that is older than this is void: the key has expired
+
+    cdef int put(self, Buf* b, int item, bint full) except -1
+    cdef Vote judge(self, Reply reply, int64_t value)
+    cdef void say(self, int master, Reply reply, int64_t value) noexcept
+    cdef void vote(self, int master, int item, Vote vote, int64_t now) noexcept
+    cdef void fail(self, int master, int first, int count) noexcept
+    cdef int explain(self, int master, str outcome, str cause) except -1
+    cdef void expire(self) noexcept
+    cdef void close(self, int master) noexcept
+    cpdef int verdict(self, int item=*) except -1

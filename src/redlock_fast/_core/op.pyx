@@ -1,0 +1,209 @@
+"""One round: one command to every master for one or many items, and the counting of votes.
+
+Given keys and tokens, an `Op` writes the commands of its items, is told each master's vote on each
+item, and knows item by item the verdict of `rules`. It ends when every item has one. `link` and
+`fleet` tell it the votes; `plan` makes it and reads it; the pump waits for it.
+
+Never: system calls, clocks (times are told), knowledge of connections. All under the GIL.
+"""
+
+cimport cython
+from libc.stdlib cimport calloc, free
+
+from redlock_fast import scripts
+from redlock_fast._core.wire cimport INTEGER, NIL, OK, put_script, put_set
+from redlock_fast.rules cimport acquire_verdict, holder_verdict
+
+_RELEASE = scripts.RELEASE
+_EXTEND = scripts.EXTEND
+_LOOK = scripts.LOOK
+
+# Outcome words by the number of `Outcome`.
+_WORDS = (None, "granted", "taken", "ours", "foreign", "missing", "unasked")
+
+
+@cython.freelist(64)
+@cython.final
+cdef class Op:
+    """One round over `n` masters.
+
+    Args:
+        kind: ACQUIRE, EXTEND, RELEASE, OWNED or LOCKED.
+        n: how many masters are configured.
+        keys: resource of each item, as bytes.
+        tokens: token of each item, as bytes.
+        ttl_ms: expiry that ACQUIRE and EXTEND set, in ms; -1 for the others.
+        asked: bits of the masters that may hold the keys. The others are not asked: a master that
+            was never sent the lock's SET cannot hold its token, so they count as "missing".
+    """
+
+    def __cinit__(self, int kind, int n, list keys, list tokens, int64_t ttl_ms=-1,
+                  uint32_t asked=0xFFFFFFFF):
+        cdef int i, j
+        cdef uint8_t* block
+        self.kind = kind
+        self.n = n
+        self.keys = keys
+        self.tokens = tokens
+        self.k = len(keys)
+        self.ttl_ms = ttl_ms
+        self.asked = asked & ((<uint32_t> 1 << n) - 1 if n < 32 else 0xFFFFFFFF)
+        self.undecided = self.k
+        block = self.small
+        if self.k > 1:
+            block = <uint8_t*> calloc(self.k, 4)
+            if block == NULL:
+                raise MemoryError("no memory for a round")
+        self.yes = block
+        self.no = block + self.k
+        self.failed = block + 2 * self.k
+        self.word = block + 3 * self.k
+        if kind == RELEASE:
+            self.script = _RELEASE
+        elif kind == EXTEND:
+            self.script = _EXTEND
+        elif kind != ACQUIRE:
+            self.script = _LOOK
+        for i in range(n):
+            if not self.asked >> i & 1:
+                self.outcome[i] = UNASKED
+                for j in range(self.k):
+                    self.vote(i, j, NO, 0)
+
+    def __dealloc__(self):
+        if self.k > 1:
+            free(self.yes)
+
+    cdef int put(self, Buf* b, int item, bint full) except -1:
+        """Append the command of one item; `full`: with the script's text instead of its hash."""
+        if self.kind == ACQUIRE:
+            return put_set(b, <bytes> self.keys[item], <bytes> self.tokens[item], self.ttl_ms)
+        return put_script(
+            b, self.script.text, self.script.sha, full,
+            <bytes> self.keys[item], <bytes> self.tokens[item], self.ttl_ms,
+        )
+
+    cdef Vote judge(self, Reply reply, int64_t value):
+        """The vote that a reply is; FAIL for a reply that this command cannot have.
+
+        (Errors are not votes; the link deals with them.)
+        """
+        if self.kind == ACQUIRE:
+            if reply == OK:
+                return YES
+            return NO if reply == NIL else FAIL
+        if reply != INTEGER or value < -1 or value > 1:
+            return FAIL
+        if value == 1 or (value == 0 and self.kind == LOCKED):
+            return YES
+        return NO
+
+    cdef void say(self, int master, Reply reply, int64_t value) noexcept:
+        """Note the outcome word of a usable reply."""
+        if self.kind == ACQUIRE:
+            self.outcome[master] = GRANTED if reply == OK else TAKEN
+        elif value == 1:
+            self.outcome[master] = OURS
+        else:
+            self.outcome[master] = FOREIGN if value == 0 else MISSING
+
+    cdef void vote(self, int master, int item, Vote vote, int64_t now) noexcept:
+        """Count one master's vote on one item."""
+        cdef int still_open, word
+        if vote == YES:
+            self.yes[item] += 1
+        elif vote == NO:
+            self.no[item] += 1
+        else:
+            self.failed[item] += 1
+        if now:
+            self.heard_ns[master] = now
+        if self.word[item] != 0:
+            return
+        still_open = self.n - self.yes[item] - self.no[item] - self.failed[item]
+        if self.kind == ACQUIRE:
+            word = acquire_verdict(self.yes[item], self.no[item], still_open, self.n)
+        else:
+            word = holder_verdict(self.yes[item], self.no[item], still_open, self.n)
+        if word != 0:
+            self.word[item] = word
+            self.undecided -= 1
+            if self.undecided == 0:
+                self.ended = True
+
+    cdef void fail(self, int master, int first, int count) noexcept:
+        """No usable answer from this master on `count` items from `first`."""
+        cdef int item
+        for item in range(first, first + count):
+            self.vote(master, item, FAIL, 0)
+
+    cdef int explain(self, int master, str outcome, str cause) except -1:
+        """Note why a master gave no usable answer."""
+        self.outcome[master] = TROUBLE
+        if self.troubles is None:
+            self.troubles = {}
+        self.troubles[master] = (outcome, cause)
+        return 0
+
+    cdef void close(self, int master) noexcept:
+        """Nothing that comes from this master later counts in this round."""
+        self.closed |= <uint32_t> 1 << master
+        self.hoping &= ~(<uint32_t> 1 << master)
+
+    cdef void expire(self) noexcept:
+        """Time is up: who has not answered does not count."""
+        cdef int item, word
+        for item in range(self.k):
+            if self.word[item] == 0:
+                if self.kind == ACQUIRE:
+                    word = acquire_verdict(self.yes[item], self.no[item], 0, self.n)
+                else:
+                    word = holder_verdict(self.yes[item], self.no[item], 0, self.n)
+                self.word[item] = word
+        self.undecided = 0
+        self.ended = True
+
+    # -- what plan reads ---------------------------------------------------------------------
+
+    cpdef int verdict(self, int item=0) except -1:
+        """The verdict on one item, in the numbers of `rules`."""
+        if not 0 <= item < self.k:
+            raise IndexError(item)
+        return self.word[item]
+
+    def verdicts(self):
+        """The verdicts of all items, as bytes."""
+        return (<char*> self.word)[:self.k]
+
+    def reached(self, int item=0):
+        """Bits of the masters to which this item's command was queued."""
+        cdef uint32_t bits = 0
+        cdef int i
+        for i in range(self.n):
+            if self.queued[i] > item:
+                bits |= <uint32_t> 1 << i
+        return bits
+
+    def votes(self, int item=0):
+        """(yes, no, failed) counted so far on one item."""
+        if not 0 <= item < self.k:
+            raise IndexError(item)
+        return self.yes[item], self.no[item], self.failed[item]
+
+    def outcomes(self):
+        """Per master: (outcome word or None, cause, ms after the start or None)."""
+        cdef list rows = []
+        cdef int i
+        for i in range(self.n):
+            ms = None
+            if self.heard_ns[i]:
+                ms = (self.heard_ns[i] - self.start_ns) / 1e6
+            if self.outcome[i] == TROUBLE:
+                word, cause = self.troubles[i]
+            else:
+                word, cause = _WORDS[self.outcome[i]], ""
+            rows.append((word, cause, ms))
+        return rows
+
+    def __reduce__(self):
+        raise TypeError("a round cannot be pickled or copied")

@@ -1,0 +1,45 @@
+# Bytes <-> replies. See wire.pyx for the contract.
+
+from libc.stdint cimport int64_t
+
+
+cdef struct Buf:
+    char* p         # owned; NULL while cap is 0
+    size_t n        # bytes in use
+    size_t cap      # bytes allocated
+
+
+cdef int buf_reserve(Buf* b, size_t more) noexcept nogil
+cdef int buf_put(Buf* b, const char* p, size_t n) noexcept nogil
+cdef void buf_free(Buf* b) noexcept nogil
+
+cdef int put_set(Buf* b, bytes key, bytes token, int64_t ttl_ms) except -1
+cdef int put_script(
+    Buf* b, bytes text, bytes sha, bint full, bytes key, bytes token, int64_t arg_ms
+) except -1
+cdef int put_command(Buf* b, tuple words) except -1
+
+cpdef str error_kind(str text)
+
+
+# What one reply is, type before value. ODD: none of what a lock client may be told.
+cdef enum Reply:
+    ODD = 0
+    OK = 1          # +OK
+    STATUS = 2      # + with another text
+    NIL = 3         # $-1
+    INTEGER = 4     # : with a value
+    ERROR = 5       # - with a text
+
+
+cdef class Replies:
+    cdef object _reader
+    cdef object _feed
+    cdef object _gets
+    cdef const char* _cur       # first byte of the next reply's line, borrowed from feed()
+    cdef const char* _end
+    cdef readonly int64_t integer   # value of the last INTEGER
+    cdef readonly str text          # text of the last ERROR or ODD
+    cdef int begin(self, const char* p, size_t n) except -1
+    cdef Reply next(self) except *
+    cdef void _renew(self)
