@@ -1,4 +1,3 @@
-# cython: annotation_typing=False
 """What callers pass, checked before any byte is sent: resources, durations, tokens, counts.
 
 A leaf, shared by both facades. Every duration of the native API is in whole milliseconds: what

@@ -1,4 +1,3 @@
-# cython: annotation_typing=False
 """The sync facade: `Redlock` and `Lock`. Checks arguments, drives plans, raises Python errors.
 
 One client is shared by all threads of a process; it has one connection per master. No rule of the
@@ -19,10 +18,12 @@ from typing import Any, NoReturn, ParamSpec, SupportsIndex, TypeVar
 from redlock_fast import arguments, plan
 from redlock_fast._core.fleet import Fleet
 from redlock_fast._core.io import draw_tokens, now_ns
-from redlock_fast.arguments import Milliseconds
+from redlock_fast.arguments import Milliseconds, resource_key, ttl_ms
 from redlock_fast.drive_sync import Driver
 from redlock_fast.errors import LockLost, NoQuorum, NotAcquired
 from redlock_fast.options import parse_masters
+from redlock_fast.plan import acquire as _acquire
+from redlock_fast.plan import release as _release
 from redlock_fast.rules import NS_PER_MS
 
 P = ParamSpec("P")
@@ -224,7 +225,6 @@ class Redlock:
         self._connect_ns = connect_ms * NS_PER_MS
         self._fleet = Fleet(options, self._patience_ns, self._connect_ns, random.random)
         self._driver = Driver(self._fleet)
-        self._drive = self._driver.drive
 
     # -- one lock --------------------------------------------------------------------------------
 
@@ -251,18 +251,18 @@ class Redlock:
             ClosedError: the client is closed, or was closed meanwhile.
             TypeError, ValueError: an argument, before anything was sent.
         """
-        lock, _ = self._acquire(resource, ttl, wait)
+        lock, _ = self._try(resource, ttl, wait)
         return lock
 
-    def _acquire(
+    def _try(
         self, resource: str | bytes, ttl: Milliseconds, wait: Milliseconds | float | None
     ) -> tuple[Lock | None, Any]:
-        lock, op = self._drive(
-            plan.acquire(
+        lock, op = self._driver.drive(
+            _acquire(
                 self._fleet,
                 self._settings,
-                arguments.resource_key(resource),
-                arguments.ttl_ms(ttl, self._settings.drift_factor),
+                resource_key(resource),
+                ttl_ms(ttl, self._settings.drift_factor),
                 None if wait is None else arguments.wait_ns(wait, plan.FOREVER),
             )
         )
@@ -291,7 +291,7 @@ class Redlock:
         if lock.process is not _process:
             return False
         with lock._serial():
-            results, op = self._drive(plan.extend(self._fleet, self._settings, [lock], ms))
+            results, op = self._driver.drive(plan.extend(self._fleet, self._settings, [lock], ms))
         if results[0] is None:
             raise plan.no_quorum(self._fleet, op, "cannot extend")  # type: ignore[arg-type]
         return results[0]
@@ -311,10 +311,10 @@ class Redlock:
         self._check(lock)
         if lock.process is not _process or lock.state in (plan.RELEASED, plan.LOST):
             return False
-        results, op = self._drive(plan.release(self._fleet, [lock]))
-        if results[0] is None:
+        result, op = self._driver.drive(_release(self._fleet, lock))
+        if result is None:
             raise plan.no_quorum(self._fleet, op, "cannot confirm the release")
-        return results[0]
+        return result
 
     def lock(
         self,
@@ -365,7 +365,7 @@ class Redlock:
         limit = arguments.wait_ns(wait, plan.FOREVER)
         if not keys:
             return []
-        locks = self._drive(plan.acquire_many(self._fleet, self._settings, keys, ms, limit))
+        locks = self._driver.drive(plan.acquire_many(self._fleet, self._settings, keys, ms, limit))
         for name, lock in zip(names, locks, strict=True):
             if lock is not None:
                 lock.claim(name, self, _process)
@@ -398,7 +398,7 @@ class Redlock:
             for serial in serials:
                 serial.acquire()
             try:
-                answers, op = self._drive(plan.extend(self._fleet, self._settings, held, each))
+                answers, op = self._driver.drive(plan.extend(self._fleet, self._settings, held, each))
             finally:
                 for serial in serials:
                     serial.release()
@@ -427,7 +427,7 @@ class Redlock:
             if lock.process is _process and lock.state not in (plan.RELEASED, plan.LOST)
         ]
         if places:
-            answers, op = self._drive(plan.release(self._fleet, [batch[i] for i in places]))
+            answers, op = self._driver.drive(plan.release_many(self._fleet, [batch[i] for i in places]))
             for i, answer in zip(places, answers, strict=True):
                 results[i] = answer
                 if answer is None:
@@ -456,7 +456,7 @@ class Redlock:
             NoQuorum: no quorum of answers.
         """
         key = arguments.resource_key(resource)
-        return self._drive(plan.look(self._fleet, plan.LOCKED, key, b"", plan.EVERYBODY))
+        return self._driver.drive(plan.look(self._fleet, plan.LOCKED, key, b"", plan.EVERYBODY))
 
     def owned(self, lock: Lock) -> bool:
         """Does a quorum of masters still hold our token? Asks them; see `Lock.held` for no I/O.
@@ -468,7 +468,7 @@ class Redlock:
         self._check(lock)
         if lock.process is not _process or lock.state in (plan.RELEASED, plan.LOST):
             return False
-        return self._drive(
+        return self._driver.drive(
             plan.look(self._fleet, plan.OWNED, lock.key, lock.secret, lock.reached)
         )
 
@@ -482,7 +482,7 @@ class Redlock:
             NoQuorum: no quorum of answers.
             TypeError, ValueError: an argument.
         """
-        lock = self._drive(
+        lock = self._driver.drive(
             plan.adopt(
                 self._fleet,
                 self._settings,
@@ -506,7 +506,7 @@ class Redlock:
             TypeError, ValueError: an argument.
         """
         key = arguments.resource_key(resource)
-        return self._drive(plan.release_token(self._fleet, key, arguments.token(token)))
+        return self._driver.drive(plan.release_token(self._fleet, key, arguments.token(token)))
 
     # -- the client ------------------------------------------------------------------------------
 
@@ -532,8 +532,8 @@ class Redlock:
     def close(self) -> None:
         """Disconnect; held locks are not released. Idempotent.
 
-        Waiting callers get `ClosedError`. Clean-ups that are due are sent first, within
-        `master_timeout`.
+        Waiting callers get `ClosedError`. What masters owe is settled first, so that no clean-up
+        is lost: until none has answered anything for `master_timeout`, and at most 5 s.
         """
         self._driver.close(self._patience_ns)
 
@@ -561,7 +561,8 @@ class Redlock:
     def _check(self, lock: Lock) -> None:
         if not isinstance(lock, Lock):
             raise TypeError(f"expected a Lock, not {type(lock).__name__}")
-        if lock.owner is not self:
+        hold = lock
+        if hold.owner is not self:
             raise ValueError("the lock was taken by another client")
 
 
@@ -587,7 +588,7 @@ class LockContext:
         if self._lock is not None:
             raise RuntimeError("cannot enter: this context is in use; make another with lock()")
         client = self._client
-        lock, op = client._acquire(self._resource, self._ttl, self._wait)
+        lock, op = client._try(self._resource, self._ttl, self._wait)
         if lock is None:
             raise NotAcquired(
                 f"lock {_shown(self._resource)} is held by somebody else",

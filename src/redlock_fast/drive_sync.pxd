@@ -1,15 +1,13 @@
-# C types of drive_sync.py, for speed only.
-
-cimport cython
+# See drive_sync.pyx for the contract.
 
 from redlock_fast._core.fleet cimport Fleet
 from redlock_fast._core.io cimport Pump
 
 cdef class Driver:
-    cdef public Fleet fleet
-    cdef public Pump pump
-    cdef object _closed
-    cdef object _janitor
+    cdef object __weakref__
+    cdef readonly Fleet fleet
+    cdef readonly Pump pump
+    cdef object _closed         # threading.Event: set by close(), wakes who sleeps
+    cdef object _janitor        # threading.Thread, while debts exist
 
-    @cython.locals(pump=Pump)
     cpdef drive(self, object plan)

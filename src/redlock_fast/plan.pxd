@@ -16,8 +16,6 @@ cdef class Settings:
     cdef public type lock_type
     cdef public int64_t warned_ns
 
-    cpdef int64_t lasting_ns(self, int64_t ttl_ms) except -1
-
 cdef class Hold:
     cdef public bytes key
     cdef public bytes secret
@@ -40,3 +38,5 @@ cpdef Hold _grant(
     Settings settings, Op op, int item, uint32_t reached, int64_t ttl_ms, int64_t deadline_ns,
     int64_t now_ns
 )
+
+cpdef _released(Fleet fleet, Hold hold, int word)

@@ -1,4 +1,4 @@
-# cython: annotation_typing=False
+# cython: annotation_typing=True
 """What a lock does next: try, judge, clean up, retry, extend, as generators.
 
 A plan is driven by a facade's driver and never waits itself. It yields
@@ -311,7 +311,16 @@ def _warn(fleet: Fleet, settings: Settings, op: Op, now: int) -> None:
 # -- what is held --------------------------------------------------------------------------------
 
 
-def release(fleet: Fleet, holds: list[Hold]) -> Plan[tuple[list[bool | None], Op]]:
+def release(fleet: Fleet, hold: Hold) -> Plan[tuple[bool | None, Op]]:
+    """Release one lock; see `release_many`."""
+    # If this is interrupted from here on, the lock may be released again.
+    hold.state = UNCONFIRMED
+    op = Op(RELEASE, fleet.n, [hold.key], [hold.secret], -1, hold.reached)
+    yield op
+    return _released(fleet, hold, op.verdict(0)), op
+
+
+def release_many(fleet: Fleet, holds: list[Hold]) -> Plan[tuple[list[bool | None], Op]]:
     """Release locks, in one round.
 
     Returns:
@@ -319,30 +328,25 @@ def release(fleet: Fleet, holds: list[Hold]) -> Plan[tuple[list[bool | None], Op
         answers. And the round. The holds' states are set.
     """
     asked = 0
-    keys = []
-    tokens = []
     for hold in holds:
         asked |= hold.reached
-        keys.append(hold.key)
-        tokens.append(hold.secret)
-        # What is interrupted from here on may be released again.
         hold.state = UNCONFIRMED
-    op = Op(RELEASE, fleet.n, keys, tokens, -1, asked)
+    op = Op(RELEASE, fleet.n, [h.key for h in holds], [h.secret for h in holds], -1, asked)
     yield op
-    results: list[bool | None] = []
-    for i, hold in enumerate(holds):
-        word = op.verdict(i)
-        if word == YES:
-            hold.state = RELEASED
-            fleet.count(_RELEASED)
-            results.append(True)
-        elif word == NO:
-            hold.lose("foreign")
-            fleet.count(_LOST)
-            results.append(False)
-        else:
-            results.append(None)
-    return results, op
+    words = op.verdicts()
+    return [_released(fleet, hold, word) for hold, word in zip(holds, words, strict=True)], op
+
+
+def _released(fleet, hold, word):
+    if word == YES:
+        hold.state = RELEASED
+        fleet.count(_RELEASED)
+        return True
+    if word == NO:
+        hold.lose("foreign")
+        fleet.count(_LOST)
+        return False
+    return None
 
 
 def release_token(fleet: Fleet, key: bytes, secret: bytes) -> Plan[bool]:

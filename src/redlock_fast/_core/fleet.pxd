@@ -36,6 +36,8 @@ cdef class Fleet:
     cdef bint owes(self) noexcept
     cdef int after_fork(self) except -1
     cdef int _encode(self, Op op, int first) except -1
+    cdef int _forget(self, Op op) except -1
+    cdef int _round_off(self, Op op) except -1
     cdef int _give_up(self, Op op, Link link) except -1
     cdef int after_break(self, Link link) except -1
     cpdef int count(self, int what) except -1

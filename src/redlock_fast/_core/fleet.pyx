@@ -179,14 +179,47 @@ cdef class Fleet:
                 count = self._encode(op, 0)
                 link.queue(op, 0, count, &self.scratch, now)
             if op.ended or not op.hoping:
-                self.finish(op)
+                self._forget(op)
         return 0
 
     cpdef int finish(self, Op op) except -1:
-        """The round is over: nothing new is sent for it."""
+        """The round is over: nobody waits for it any more."""
+        self._forget(op)
+        if op.k > 1:
+            self._round_off(op)
+        return 0
+
+    cdef int _forget(self, Op op) except -1:
         op.hoping = 0
         if self.hoping:
             self.hoping = [other for other in self.hoping if other is not op]
+        return 0
+
+    cdef int _round_off(self, Op op) except -1:
+        """A batch was decided while slower masters had not been given all of it.
+
+        Deletions have to reach them all the same, as debts. SETs that are few go out too, so that
+        the locks do not rest on a bare quorum.
+        """
+        cdef Link link
+        cdef int i, count
+        for i in range(self.n):
+            link = <Link> self.links[i]
+            if not op.asked >> i & 1 or op.closed >> i & 1 or link.state != READY:
+                continue
+            if not 0 < op.queued[i] < op.k:
+                continue
+            if op.kind == RELEASE:
+                link.owe(op, op.queued[i], op.k - op.queued[i])
+                op.queued[i] = op.k
+                link.pay(self.now_ns)
+            elif (
+                op.kind == ACQUIRE and op.ended and not op.late
+                and op.k - op.queued[i] <= WINDOW and link.takes(op, self.now_ns)
+            ):
+                while op.queued[i] < op.k:
+                    count = self._encode(op, op.queued[i])
+                    link.queue(op, op.queued[i], count, &self.scratch, self.now_ns)
         return 0
 
     cpdef int expire(self, Op op, int64_t now) except -1:
@@ -210,7 +243,7 @@ cdef class Fleet:
                 else:
                     op.explain(i, link.outcome, link.cause)
         op.expire()
-        return self.finish(op)
+        return self._forget(op)
 
     # -- health --------------------------------------------------------------------------------
 
@@ -317,7 +350,11 @@ cdef class Fleet:
         """Bytes came from this master, cut anywhere."""
         cdef Link link = <Link> self.links[master]
         self.now_ns = now
+        self.replies.begin()
         link.feed(data, len(data), now)
+        self.replies.parse()
+        if link.lines:
+            link.book_lines(now)
         if link.state == DOWN:
             self.after_break(link)
         self.serve(now)
@@ -356,7 +393,7 @@ cdef class Fleet:
             asked = op.reached(min(items) if items else 0)
         if not keys or not asked:
             return
-        self.finish(op)
+        self._forget(op)
         debt = Op(RELEASE, self.n, keys, tokens, -1, asked)
         debt.ended = True
         debt.lapse_ns = self.now_ns + op.ttl_ms * 1_000_000 + LAPSE_MARGIN_NS
@@ -396,11 +433,16 @@ cdef class Fleet:
         return False
 
     @property
+    def answers(self):
+        """Replies ever booked, of all masters."""
+        return sum([(<Link> link).answers for link in self.links])
+
+    @property
     def unsettled(self):
         """Would closing now lose clean-ups that a master could still take or answer?"""
         cdef Link link
         for link in self.links:
-            if link.state == READY and not link.suspect and link.promised != link.booked:
+            if link.state == READY and link.promised != link.booked:
                 return True
             if link.debts and link.state != DOWN or link.unsent or link.out.n:
                 return True

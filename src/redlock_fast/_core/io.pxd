@@ -92,7 +92,7 @@ cdef class Pump:
     cdef void _push(self) noexcept
     cdef int64_t _freshen(self, int64_t now) except -1
     cdef int _look(self, int64_t now) except -1
-    cdef int _feed(self, int i, Chan* c, int64_t now) except -1
+    cdef int _parse(self, uint32_t todo, int64_t now) except -1
     cdef int _opened(self, Link link, Chan* c, int64_t now) except -1
     cdef int _dial(self, int64_t now) except -1
     cdef int _dial_one(self, Link link, int64_t now) except -1

@@ -35,7 +35,7 @@ from posix.unistd cimport close, read, write
 from redlock_fast._core.fleet cimport CHUNK, Fleet
 from redlock_fast._core.link cimport DIALING, DOWN, GREETING, READY, Link
 from redlock_fast._core.op cimport MAX_MASTERS, Op
-from redlock_fast._core.wire cimport Buf, buf_free, buf_put
+from redlock_fast._core.wire cimport Buf, Replies, buf_free, buf_put
 
 from redlock_fast.errors import ClosedError
 
@@ -320,7 +320,7 @@ cdef class Pump:
             self.inside -= 1
             if w != NULL:
                 self._end_waiter(w)
-            if op.hoping:
+            if op.hoping or op.k > 1:
                 fleet.finish(op)
             self.active_ns = clock_ns()
 
@@ -401,9 +401,8 @@ cdef class Pump:
                     todo |= <uint32_t> 1 << i
                     c.taken, c.inb = c.inb, c.taken
             pthread_mutex_unlock(&self.mu)
-            for i in range(self.n):
-                if todo >> i & 1 and self.chans[i] != NULL:
-                    self._feed(i, self.chans[i], now)
+            if todo:
+                self._parse(todo, now)
         finally:
             self.parsing = False
             if self.graves != NULL:
@@ -424,33 +423,54 @@ cdef class Pump:
         self._wake_decided()
         return 0
 
-    cdef int _feed(self, int i, Chan* c, int64_t now) except -1:
-        cdef Link link = <Link> self.fleet.links[i]
-        cdef int err
-        try:
+    cdef int _parse(self, uint32_t todo, int64_t now) except -1:
+        """Deal with what these chans have brought: bytes, ends, opened connections."""
+        cdef Replies replies = self.fleet.replies
+        cdef Link link
+        cdef Chan* c
+        cdef int i, err
+        replies.begin()
+        for i in range(self.n):
+            c = self.chans[i]
+            if not todo >> i & 1 or c == NULL:
+                continue
+            link = <Link> self.fleet.links[i]
             if c.phase == OPENING:
                 if c.event:
                     self._opened(link, c, now)
             elif c.taken.n:
                 link.feed(c.taken.p, c.taken.n, c.heard_ns if c.heard_ns else now)
-        except BaseException as exc:
-            # The bytes of the chunk are gone, and with them the order of the replies.
-            link.broke("PROTO", f"cannot read replies: {type(exc).__name__}", now)
-            if not isinstance(exc, Exception):
-                raise
-        finally:
             c.taken.n = 0
-            pthread_mutex_lock(&self.mu)
-            c.event = False
-            err = c.err
-            if link.state == READY:
-                c.phase = SERVING
-            pthread_mutex_unlock(&self.mu)
-            if link.state != DOWN and err:
-                if err == END_OF_FILE:
-                    link.broke("closed", "connection closed by the server", now)
-                else:
-                    link.broke("closed", os.strerror(err), now)
+        try:
+            replies.parse()
+        except BaseException:
+            # The bytes are gone, and with them the order of the replies.
+            for i in range(self.n):
+                link = <Link> self.fleet.links[i]
+                if todo >> i & 1 and link.lines:
+                    link.lines = 0
+                    link.broke("PROTO", "cannot parse replies", now)
+            self._bury_down()
+            raise
+        for i in range(self.n):
+            c = self.chans[i]
+            if not todo >> i & 1 or c == NULL:
+                continue
+            link = <Link> self.fleet.links[i]
+            if link.lines:
+                link.book_lines(c.heard_ns if c.heard_ns else now)
+            if c.event or c.phase != SERVING:
+                pthread_mutex_lock(&self.mu)
+                c.event = False
+                err = c.err
+                if link.state == READY:
+                    c.phase = SERVING
+                pthread_mutex_unlock(&self.mu)
+                if link.state != DOWN and err:
+                    if err == END_OF_FILE:
+                        link.broke("closed", "connection closed by the server", now)
+                    else:
+                        link.broke("closed", os.strerror(err), now)
             if link.state == DOWN:
                 self._bury(i, True)
                 self.fleet.after_break(link)

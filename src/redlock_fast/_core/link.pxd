@@ -30,6 +30,7 @@ cdef class Link:
     cdef readonly bint suspect          # owes, and has been silent for `patience_ns`
     cdef Buf out                        # bytes to send, in order; whoever drives takes them away
     cdef Buf part                       # an unfinished line
+    cdef int lines                      # whole lines given to `replies`, to be booked
     cdef Replies replies
     cdef Ticket* ring                   # FIFO of what is owed, from head to tail
     cdef uint32_t mask
@@ -67,6 +68,7 @@ cdef class Link:
     cdef int connected(self, int64_t now) except -1
     cdef int greet(self, int64_t now) except -1
     cdef int feed(self, const char* p, size_t n, int64_t now) except -1
+    cdef int book_lines(self, int64_t now) except -1
     cdef int book(self, Reply reply, int64_t now) except -1
     cdef int greeted(self, int step, Reply reply, int64_t now) except -1
     cdef int refused(self, Op op, int item, int again, int64_t place, int64_t now) except -1

@@ -37,6 +37,8 @@ from redlock_fast._core.wire cimport (
 
 from redlock_fast import rules
 
+from libc.string cimport memmove
+
 cdef extern from "string.h":
     void* memrchr(const void* s, int c, size_t n) noexcept nogil
 
@@ -269,11 +271,11 @@ cdef class Link:
     # -- replies -------------------------------------------------------------------------------
 
     cdef int feed(self, const char* p, size_t n, int64_t now) except -1:
-        """Bytes that came, cut anywhere; `now` is when they were read."""
+        """Bytes that came, cut anywhere: whole lines go to the parser, to be booked after it ran."""
         cdef const char* nl
         cdef size_t whole
-        cdef int lines
         cdef bint joined = self.part.n > 0
+        self.lines = 0
         if self.state < GREETING:
             return 0
         if joined:
@@ -283,32 +285,40 @@ cdef class Link:
             n = self.part.n
         nl = <const char*> memrchr(p, c'\n', n)
         whole = 0 if nl == NULL else nl + 1 - p
-        if whole:
-            lines = self.replies.begin(p, whole)
-            if lines < 0:
-                self.broke("PROTO", self.replies.text, now)
-                return 0
-            if lines > self.promised - self.booked:
-                # Whatever shifted the order, none of these can be trusted to be an answer.
-                self.broke("PROTO", "a reply that nobody asked for", now)
-                return 0
-            while lines:
-                lines -= 1
-                if not self.book(self.replies.next(), now):
-                    return 0
-            self.quiet_ns = now
-            self.suspect = False
         if n - whole > MAX_PART:
             self.broke("PROTO", "a line longer than 64 KiB", now)
             return 0
-        if not joined:
-            if whole < n and buf_put(&self.part, p + whole, n - whole) != 0:
-                raise MemoryError("no memory for a reply")
-        elif whole:
-            # What is left is the tail of the buffer itself.
-            self.part.n = 0
-            if whole < n:
-                buf_put(&self.part, p + whole, n - whole)
+        if whole:
+            self.lines = self.replies.add(p, whole)
+            if self.lines < 0:
+                self.lines = 0
+                self.broke("PROTO", self.replies.text, now)
+                return 0
+        if joined:
+            # What is left, if anything, is the tail of the buffer itself.
+            memmove(self.part.p, p + whole, n - whole)
+            self.part.n = n - whole
+        elif whole < n and buf_put(&self.part, p + whole, n - whole) != 0:
+            raise MemoryError("no memory for a reply")
+        return 0
+
+    cdef int book_lines(self, int64_t now) except -1:
+        """The parser ran: book the replies; `now` is when they were read."""
+        cdef int left = self.lines
+        self.lines = 0
+        if left > self.promised - self.booked:
+            # Whatever shifted the order, none of these can be trusted to be an answer.
+            self.replies.skip(left)
+            if self.state != DOWN:
+                self.broke("PROTO", "a reply that nobody asked for", now)
+            return 0
+        while left:
+            left -= 1
+            if not self.book(self.replies.next(), now):
+                self.replies.skip(left)
+                return 0
+        self.quiet_ns = now
+        self.suspect = False
         return 0
 
     cdef int book(self, Reply reply, int64_t now) except -1:

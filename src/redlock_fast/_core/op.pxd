@@ -40,6 +40,7 @@ cdef class Op:
     cdef public int64_t start_ns    # read before the first byte was queued
     cdef public int64_t limit_ns    # when who has not answered is late
     cdef public bint ended          # every item has its verdict; later votes change nothing
+    cdef bint late                  # ended by its limit
     # per master, as bits
     cdef readonly uint32_t asked    # may hold our key, so is asked at all
     cdef public uint32_t hoping     # not ready yet; gets its commands should it become so

@@ -161,6 +161,7 @@ cdef class Op:
                     word = holder_verdict(self.yes[item], self.no[item], 0, self.n)
                 self.word[item] = word
         self.undecided = 0
+        self.late = True
         self.ended = True
 
     # -- what plan reads ---------------------------------------------------------------------

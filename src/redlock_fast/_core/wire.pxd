@@ -36,10 +36,17 @@ cdef class Replies:
     cdef object _reader
     cdef object _feed
     cdef object _gets
-    cdef const char* _cur       # first byte of the next reply's line, borrowed from feed()
-    cdef const char* _end
+    cdef Buf _chunk             # room for the header of an array, then whole lines of all runs
+    cdef size_t _at             # in _chunk: the next reply's line
+    cdef int _count             # lines in _chunk
+    cdef int _taken             # of them, handed out
+    cdef list _values           # what hiredis made of them; None: one at a time
     cdef readonly int64_t integer   # value of the last INTEGER
     cdef readonly str text          # text of the last ERROR or ODD
-    cdef int begin(self, const char* p, size_t n) except -1
+    cdef int begin(self) except -1
+    cdef int add(self, const char* p, size_t n) except -1
+    cdef int parse(self) except -1
     cdef Reply next(self) except *
-    cdef void _renew(self)
+    cdef int skip(self, int count) except -1
+    cdef object _one(self, const char* p, size_t n)
+    cdef int _renew(self) except -1

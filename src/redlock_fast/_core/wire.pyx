@@ -11,9 +11,10 @@ array or a push is a breach of protocol here, and nothing larger than a line is 
 Never: system calls, clocks, knowledge of what a command was for.
 """
 
+cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.stdlib cimport free, realloc
-from libc.string cimport memchr, memcpy
+from libc.string cimport memchr, memcmp, memcpy
 
 import hiredis
 
@@ -178,34 +179,50 @@ cpdef str error_kind(str text):
     return "ERR"
 
 
-cdef class Replies:
-    """Turns whole lines into replies, one chunk at a time.
+cdef enum:
+    HEADER = 16     # room for "*4294967295\r\n"
 
-    `begin(p, n)` is given bytes that end with a line feed (and must stay where they are until the
-    chunk is done) and returns how many replies they hold, or -2 when a first byte or a length
-    breaks the protocol; `text` then says how. Then `next()` is called that many times. After an
-    ODD reply the rest of the chunk is void.
+
+@cython.final
+cdef class Replies:
+    """Turns whole lines of any number of links into replies.
+
+    `begin()` starts a look. `add(p, n)` is given bytes of one link that end with a line feed, and
+    returns how many replies they hold, or -2 when a first byte or a length breaks the protocol
+    (`text` says how, and none of them counts). `parse()` has hiredis parse all that was added: as
+    one array, so that it costs two calls whatever the number of replies. Then `next()` hands them
+    out in order; after an ODD one `skip()` passes over the rest of that link's.
     """
 
     def __cinit__(self):
-        self._cur = NULL
-        self._end = NULL
         self.text = ""
         self._renew()
 
-    cdef void _renew(self):
+    def __dealloc__(self):
+        buf_free(&self._chunk)
+
+    cdef int _renew(self) except -1:
         # After an error hiredis keeps answering with it: a reader is never resumed, but replaced.
         self._reader = hiredis.Reader(notEnoughData=_MORE)
         self._feed = self._reader.feed
         self._gets = self._reader.gets
+        return 0
 
-    cdef int begin(self, const char* p, size_t n) except -1:
+    cdef int begin(self) except -1:
+        self._chunk.n = HEADER
+        self._at = HEADER
+        self._count = 0
+        self._taken = 0
+        self._values = None
+        if buf_reserve(&self._chunk, 0) != 0:
+            raise MemoryError("no memory for replies")
+        return 0
+
+    cdef int add(self, const char* p, size_t n) except -1:
         cdef const char* end = p + n
         cdef const char* at = p
         cdef const char* nl
         cdef int lines = 0
-        self._cur = p
-        self._end = end
         while at < end:
             nl = <const char*> memchr(at, c'\n', end - at)
             if nl == NULL or nl - at >= MAX_LINE:
@@ -220,48 +237,93 @@ cdef class Replies:
                 return -2
             lines += 1
             at = nl + 1
-        self._feed(PyBytes_FromStringAndSize(p, n))
+        if buf_put(&self._chunk, p, n) != 0:
+            raise MemoryError("no memory for replies")
+        self._count += lines
         return lines
 
-    cdef Reply next(self) except *:
-        cdef const char* at = self._cur
-        cdef const char* nl = <const char*> memchr(at, c'\n', self._end - at)
-        cdef object value
-        self._cur = nl + 1
+    cdef int parse(self) except -1:
+        cdef char* head
+        cdef char digits[24]
+        cdef size_t width
+        cdef object values
+        if self._count == 0:
+            return 0
+        width = _lay_number(digits, self._count) - digits
+        head = self._chunk.p + HEADER - width - 3
+        head[0] = c'*'
+        _lay(head + 1, digits, width)
+        _lay(head + 1 + width, b"\r\n", 2)
         try:
+            self._feed(PyBytes_FromStringAndSize(head, self._chunk.p + self._chunk.n - head))
+            values = self._gets()
+            # As many replies as lines: each took one, and nothing is left over.
+            if type(values) is list and len(<list> values) == self._count:
+                self._values = values
+                return 0
+        except hiredis.ProtocolError:
+            pass
+        # Somebody's line is malformed: next() finds out whose, one line at a time.
+        self._renew()
+        return 0
+
+    cdef object _one(self, const char* p, size_t n):
+        """Parse a single line; _MORE when it is not one reply."""
+        cdef object value
+        try:
+            self._feed(PyBytes_FromStringAndSize(p, n))
             value = self._gets()
+            if value is not _MORE and not self._reader.has_data():
+                return value
+            self.text = "a line feed inside a reply"
         except hiredis.ProtocolError as exc:
             self.text = f"malformed reply: {exc}"
-            self._renew()
-            return ODD
-        if value is _MORE:
-            self.text = "a line feed inside a reply"
-            self._renew()
-            return ODD
-        if at[0] == c':':
-            if type(value) is not int:
-                self.text = "malformed integer"
-                self._renew()
+        self._renew()
+        return _MORE
+
+    cdef Reply next(self) except *:
+        cdef const char* at = self._chunk.p + self._at
+        cdef const char* nl = <const char*> memchr(at, c'\n', self._chunk.n - self._at)
+        cdef object value
+        self._at += nl + 1 - at
+        if self._values is not None:
+            value = self._values[self._taken]
+        else:
+            value = self._one(at, nl + 1 - at)
+            if value is _MORE:
+                self._taken += 1
                 return ODD
-            self.integer = value
-            return INTEGER
-        if at[0] == c'+':
-            if value == b"OK":
-                return OK
-            self.text = "unexpected status reply"
-            return STATUS
-        if at[0] == c'$':
+        self._taken += 1
+        if at[0] == c':':
+            if type(value) is int:
+                self.integer = value
+                return INTEGER
+        elif at[0] == c'+':
+            if type(value) is bytes:
+                if PyBytes_GET_SIZE(value) == 2 and memcmp(PyBytes_AS_STRING(value), b"OK", 2) == 0:
+                    return OK
+                self.text = "unexpected status reply"
+                return STATUS
+        elif at[0] == c'$':
             if value is None:
                 return NIL
-            self.text = "malformed nil"
-            self._renew()
-            return ODD
-        if isinstance(value, hiredis.ReplyError):
+        elif isinstance(value, hiredis.ReplyError):
             self.text = _printable(str(value))
             return ERROR
-        self.text = "malformed error"
-        self._renew()
+        self.text = "malformed reply"
         return ODD
+
+    cdef int skip(self, int count) except -1:
+        """Pass over `count` replies."""
+        cdef const char* at
+        cdef const char* nl
+        self._taken += count
+        while count > 0:
+            at = self._chunk.p + self._at
+            nl = <const char*> memchr(at, c'\n', self._chunk.n - self._at)
+            self._at += nl + 1 - at
+            count -= 1
+        return 0
 
 
 cdef str _printable(str text):

@@ -1,4 +1,3 @@
-# cython: annotation_typing=False
 """Drives plans for threads: rounds through the shared pump, sleeps, and the janitor.
 
 Given a plan, runs it to its end in the calling thread. All threads of a client share one `Driver`
@@ -6,81 +5,94 @@ and its pump. While debts exist and nobody may come along to pay them, and only 
 thread (the janitor) looks after the connections.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
-from typing import TypeVar
 
-from redlock_fast._core.fleet import Fleet
-from redlock_fast._core.io import Pump, now_ns
-from redlock_fast._core.op import Op
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF
+
+from redlock_fast._core.fleet cimport Fleet
+from redlock_fast._core.io cimport Pump, clock_ns
+from redlock_fast._core.op cimport Op
+
 from redlock_fast.errors import ClosedError
-from redlock_fast.plan import Plan
+
+cdef extern from "Python.h":
+    ctypedef enum PySendResult:
+        PYGEN_RETURN
+        PYGEN_ERROR
+        PYGEN_NEXT
+    # A generator's result without the exception that `send` would wrap it in.
+    PySendResult PyIter_Send(object generator, object value, PyObject** result) except PYGEN_ERROR
 
 log = logging.getLogger("redlock_fast")
-
-T = TypeVar("T")
 
 # A sleeping thread wakes so often for signals that were delivered to another thread.
 _TICK_S = 0.1
 # The janitor looks so often; debts are paid at once when a connection is there.
 _JANITOR_S = 0.02
 
+# However many answers keep coming, closing takes no longer.
+cdef long long _CLOSE_NS = 5_000_000_000
 
-class Driver:
+
+cdef class Driver:
     """Runs the plans of one client.
 
     Args:
         fleet: the client's masters.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, Fleet fleet not None):
         self.fleet = fleet
         self.pump = Pump(fleet)
         self._closed = threading.Event()
-        self._janitor: threading.Thread | None = None
+        self._janitor = None
 
-    def drive(self, plan: Plan[T]) -> T:
+    cpdef drive(self, object plan):
         """Run a plan to its end; its result is ours, and so is what it raises.
 
         Raises:
             ClosedError: the client is closed, or was closed meanwhile.
         """
-        pump = self.pump
+        cdef PyObject* given
+        cdef object step, answer = None
+        cdef bint ended = False
         try:
-            step = next(plan)
             while True:
+                ended = True        # unless it says otherwise: also when it raises
+                sent = PyIter_Send(plan, answer, &given)
+                step = <object> given
+                Py_DECREF(step)
+                if sent == PYGEN_RETURN:
+                    return step
+                ended = False
                 if type(step) is Op:
-                    now = pump.run(step)
+                    answer = self.pump.run(<Op> step)
                 elif step is None:
-                    now = now_ns()
+                    answer = clock_ns()
                 else:
-                    now = self._sleep(step)
-                step = plan.send(now)
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
+                    answer = self._sleep(step)
         finally:
-            # Does nothing after a regular end; else lets the plan clean up what it has sent.
-            plan.close()
-            if pump.settle():
+            if not ended:
+                plan.close()        # lets the plan clean up what it has sent
+            if self.pump.settle():
                 self._settle()
 
-    def _sleep(self, pause_ns: int) -> int:
+    def _sleep(self, pause_ns):
         """Sleep, interruptible by signals and by `close`. Returns the time."""
         self.pump.settle()
-        until = now_ns() + pause_ns
+        until = clock_ns() + pause_ns
         left = pause_ns / 1e9
         while True:
             if self._closed.wait(min(left, _TICK_S)):
                 raise ClosedError("the client was closed while the call waited")
-            now = now_ns()
+            now = clock_ns()
             if now >= until:
                 return now
             left = (until - now) / 1e9
 
-    def _settle(self) -> None:
+    def _settle(self):
         """There is news for the log, or debts that nobody may be there to pay."""
         news, self.fleet.news[:] = self.fleet.news[:], []
         for address, word, cause in news:
@@ -97,29 +109,40 @@ class Driver:
                 self._janitor = janitor
                 janitor.start()
 
-    def _pay(self) -> None:
+    def _pay(self):
         try:
             while self.fleet.indebted and not self._closed.wait(_JANITOR_S):
                 self.pump.idle(0)
         except ClosedError:
             pass
 
-    def connect(self, limit_ns: int) -> None:
+    def connect(self, limit_ns):
         """Open the connections; returns when each is ready or has failed, or after `limit_ns`."""
-        until = now_ns() + limit_ns
+        until = clock_ns() + limit_ns
         self.pump.idle(0)
-        while self.fleet.connecting and now_ns() < until:
-            self.pump.idle(min(until - now_ns(), 10_000_000))
+        while self.fleet.connecting and clock_ns() < until:
+            self.pump.idle(min(until - clock_ns(), 10_000_000))
         if self.pump.settle():
             self._settle()
 
-    def close(self, limit_ns: int) -> None:
-        """End waiting callers with ClosedError, pay debts for `limit_ns` at most, disconnect."""
+    def close(self, limit_ns):
+        """End waiting callers with ClosedError, settle what is owed, disconnect.
+
+        Clean-ups are waited for until no master has answered anything for `limit_ns`: cutting a
+        connection while answers are on their way would make a server drop what it has not read.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
         self.pump.shut()
-        until = now_ns() + limit_ns
-        while now_ns() < until and (self.pump.callers or self.fleet.unsettled):
-            self.pump.last_call(min(until - now_ns(), 5_000_000))
+        now = clock_ns()
+        end = now + max(limit_ns, _CLOSE_NS)
+        until = now + limit_ns
+        answers = self.fleet.answers
+        while now < min(until, end) and (self.pump.callers or self.fleet.unsettled):
+            self.pump.last_call(min(until - now, 5_000_000))
+            now = clock_ns()
+            if self.fleet.answers != answers:
+                answers = self.fleet.answers
+                until = now + limit_ns
         self.pump.tear_down()

@@ -1,0 +1,102 @@
+# Everything is installed into .venv; `make help` lists the targets.
+# PYTHON=... chooses the interpreter that .venv is made with; REDLOCK_...: see setup.py.
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check
+SWITCHES := $(REDLOCK_DEBUG),$(REDLOCK_TRACE),$(REDLOCK_SANITIZE)
+CYTHON_SOURCES := $(shell find src -name '*.pyx' -o -name '*.pxd') \
+    $(addprefix src/redlock_fast/,$(addsuffix .py,rules arguments plan client))
+
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test test-all coverage lint bench clean FORCE
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+setup: $(VENV)/installed ## make .venv, install what is needed, build the extension modules
+
+demo: setup ## run the demonstration on servers of its own
+	$(PY) demo/demo.py
+
+test: setup ## the quick tests
+	$(PY) -m pytest
+	@echo 'These were the quick tests; "make test-all" runs the slow ones too.'
+
+test-all: setup ## all tests
+	$(PY) -m pytest -m ''
+
+bench: setup ## the benchmarks
+	$(PY) -m pytest bench
+
+# Apart from each other, since tests and bench have a conftest each.
+RELAXED := $(addprefix --allow-,untyped-defs incomplete-defs untyped-calls untyped-decorators)
+lint: setup ## style and types
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy src
+	$(PY) -m mypy $(RELAXED) tests
+	$(PY) -m mypy $(RELAXED) bench demo
+	PATH="$(VENV)/bin:$$PATH" cython-lint src
+
+# In a copy of the tree: traced modules are slow, and their C files must lie beside the sources.
+COPY := $(CURDIR)/build/coverage
+coverage: setup ## line coverage of Python and Cython by the quick tests
+	rm -rf $(COPY) && mkdir -p $(COPY)
+	tar -cf - $(addprefix --exclude=,./.git ./$(VENV) ./build '*.so') . | tar -xf - -C $(COPY)
+	export REDLOCK_TRACE=1 PYTHONPATH=$(COPY)/src PATH="$(CURDIR)/$(VENV)/bin:$$PATH" && \
+	cd $(COPY) && python setup.py -q build_ext --inplace && \
+	{ python -m coverage run -m pytest; status=$$?; python -m coverage report && exit $$status; }
+
+clean: ## remove all that was made here, .venv too
+	rm -rf $(VENV) build dist src/*.egg-info .coverage .hypothesis .benchmarks .*_cache
+	find . -name __pycache__ -prune -exec rm -r {} +
+	find src -name '*.so' -delete -o -name '*.c' -delete
+
+# The steps of setup. Each leaves a stamp in .venv.
+
+define CHECK_PYTHON
+import os, shutil, sys, sysconfig
+lacks = []
+if sys.version_info < (3, 10) or sys.implementation.name != "cpython":
+    lacks.append("is not CPython 3.10 or later")
+try:
+    import ensurepip, venv
+except ImportError:
+    lacks.append("cannot make virtual environments")
+if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+    lacks.append("lacks its C headers")
+if not shutil.which((os.environ.get("CC") or sysconfig.get_config_var("CC")).split()[0]):
+    lacks.append("has no C compiler")
+sys.exit("; ".join(lacks) or 0)
+endef
+export CHECK_PYTHON
+
+$(PY):
+	@for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.10); do \
+	    if ! command -v $$python >/dev/null; then why='not found'; \
+	    elif why=$$($$python -c "$$CHECK_PYTHON" 2>&1); then exec $$python -m venv --clear $(VENV); \
+	    fi; echo "$$python: $$why" >&2; \
+	done; \
+	echo 'This needs CPython 3.10 or later with venv and its C headers, and a C compiler.' >&2; \
+	echo 'On Debian: apt install python3-dev python3-venv gcc' >&2; \
+	echo 'If one is elsewhere: make PYTHON=/path/to/python3' >&2; \
+	exit 1
+
+$(VENV)/build-tools: pyproject.toml $(PY)
+	$(PIP_INSTALL) 'setuptools>=77' 'Cython>=3.1,<4'
+	@touch $@
+
+# Changes only when the switches do.
+$(VENV)/switches: FORCE | $(PY)
+	@echo '$(SWITCHES)' | cmp -s - $@ || echo '$(SWITCHES)' >$@
+
+# setuptools knows when sources have changed, but not when flags have.
+$(VENV)/built: $(VENV)/build-tools $(VENV)/switches setup.py $(CYTHON_SOURCES)
+	$(PY) setup.py -q build_ext --inplace $(if $(filter-out $(CYTHON_SOURCES),$?),--force)
+	@touch $@
+
+# What is built already is not built again here.
+$(VENV)/installed: $(VENV)/build-tools setup.py | $(VENV)/built
+	$(PIP_INSTALL) --no-build-isolation --check-build-dependencies -e '.[test,bench,lint,local]'
+	@touch $@

@@ -1,0 +1,22 @@
+# C types of client.py, for speed only.
+
+from libc.stdint cimport int64_t
+
+from redlock_fast._core.fleet cimport Fleet
+from redlock_fast.arguments cimport resource_key, ttl_ms
+from redlock_fast.drive_sync cimport Driver
+from redlock_fast.plan cimport Hold, Settings
+
+cimport cython
+
+cdef class Redlock:
+    cdef object __weakref__
+    cdef dict __dict__
+    cdef readonly Fleet _fleet
+    cdef readonly Settings _settings
+    cdef readonly Driver _driver
+    cdef int64_t _patience_ns
+    cdef int64_t _connect_ns
+
+    @cython.locals(hold=Hold)
+    cpdef _check(self, object lock)
