@@ -87,9 +87,7 @@ class Lock(plan.Hold):
     @property
     def held(self) -> bool:
         """Not released, not lost, before its deadline, and taken by this process. No I/O."""
-        return (
-            self.state == plan.HELD and self.process is _process and now_ns() < self.deadline_ns
-        )
+        return self.state == plan.HELD and self.process is _process and now_ns() < self.deadline_ns
 
     def __bool__(self) -> bool:
         return self.held
@@ -108,11 +106,13 @@ class Lock(plan.Hold):
 
     def release(self) -> bool:
         """Release the lock; see `Redlock.release`."""
-        return self.owner.release(self)
+        released: bool = self.owner.release(self)
+        return released
 
     def extend(self, ttl: Milliseconds | None = None) -> bool:
         """Extend the lock in one round; see `Redlock.extend`."""
-        return self.owner.extend(self, ttl)
+        extended: bool = self.owner.extend(self, ttl)
+        return extended
 
     def __enter__(self) -> Lock:
         return self
@@ -130,9 +130,7 @@ class Lock(plan.Hold):
         if self.process is not _process or self.state == plan.RELEASED:
             return
         try:
-            if self.state == plan.LOST:
-                failure = self._lost(self.reason)
-            elif not self.release():
+            if self.state == plan.LOST or not self.release():
                 failure = self._lost(self.reason)
         except NoQuorum as error:
             failure = error
@@ -151,11 +149,11 @@ class Lock(plan.Hold):
 
     def _serial(self) -> threading.Lock:
         """Extends of one lock are serialised by this."""
-        if self.guard is None:
-            with _guards:
-                if self.guard is None:
-                    self.guard = threading.Lock()
-        return self.guard
+        with _guards:
+            if self.guard is None:
+                self.guard = threading.Lock()
+            guard: threading.Lock = self.guard
+        return guard
 
     def __repr__(self) -> str:
         if self.process is not _process:
@@ -398,7 +396,9 @@ class Redlock:
             for serial in serials:
                 serial.acquire()
             try:
-                answers, op = self._driver.drive(plan.extend(self._fleet, self._settings, held, each))
+                answers, op = self._driver.drive(
+                    plan.extend(self._fleet, self._settings, held, each)
+                )
             finally:
                 for serial in serials:
                     serial.release()
@@ -427,7 +427,8 @@ class Redlock:
             if lock.process is _process and lock.state not in (plan.RELEASED, plan.LOST)
         ]
         if places:
-            answers, op = self._driver.drive(plan.release_many(self._fleet, [batch[i] for i in places]))
+            held = [batch[i] for i in places]
+            answers, op = self._driver.drive(plan.release_many(self._fleet, held))
             for i, answer in zip(places, answers, strict=True):
                 results[i] = answer
                 if answer is None:
@@ -482,7 +483,7 @@ class Redlock:
             NoQuorum: no quorum of answers.
             TypeError, ValueError: an argument.
         """
-        lock = self._driver.drive(
+        lock: Lock | None = self._driver.drive(
             plan.adopt(
                 self._fleet,
                 self._settings,

@@ -8,6 +8,7 @@ thread (the janitor) looks after the connections.
 import logging
 import threading
 
+cimport cython
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF
 
@@ -36,6 +37,7 @@ _JANITOR_S = 0.02
 cdef long long _CLOSE_NS = 5_000_000_000
 
 
+@cython.final
 cdef class Driver:
     """Runs the plans of one client.
 

@@ -5,8 +5,6 @@ from libc.stdint cimport int64_t, uint32_t
 from redlock_fast._core.fleet cimport Fleet
 from redlock_fast._core.op cimport Op
 
-cimport cython
-
 cdef class Settings:
     cdef public int64_t retries
     cdef public int64_t retry_delay_ns
@@ -32,11 +30,3 @@ cdef class Hold:
 
     cpdef claim(self, object resource, object owner, object process)
     cpdef lose(self, str reason)
-
-@cython.locals(hold=Hold)
-cpdef Hold _grant(
-    Settings settings, Op op, int item, uint32_t reached, int64_t ttl_ms, int64_t deadline_ns,
-    int64_t now_ns
-)
-
-cpdef _released(Fleet fleet, Hold hold, int word)

@@ -18,7 +18,7 @@ Never: I/O, clocks, threads, arguments of users (the facades check them).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 from redlock_fast import rules
@@ -107,6 +107,20 @@ class Hold:
         guard: serialises the extensions, made when it is needed.
     """
 
+    # For type checkers; plan.pxd makes them fields of a C struct.
+    key: bytes
+    secret: bytes
+    ttl_ms: int
+    reached: int
+    deadline_ns: int
+    validity_ns: int
+    state: int
+    reason: str
+    resource: str | bytes
+    owner: Any
+    process: Any
+    guard: Any
+
     def claim(self, resource: str | bytes, owner: Any, process: Any) -> None:
         """The facade takes the lock over."""
         self.resource = resource
@@ -119,9 +133,17 @@ class Hold:
         self.reason = reason
 
 
-def _grant(settings, op, item, reached, ttl_ms, deadline_ns, now_ns):
+def _grant(
+    settings: Settings,
+    op: Op,
+    item: int,
+    reached: int,
+    ttl_ms: int,
+    deadline_ns: int,
+    now_ns: int,
+) -> Any:
     lock_type = settings.lock_type
-    hold = lock_type.__new__(lock_type)
+    hold: Hold = lock_type.__new__(lock_type)
     hold.key = op.keys[item]
     hold.secret = op.tokens[item]
     hold.ttl_ms = ttl_ms
@@ -144,6 +166,7 @@ def reports(fleet: Fleet, op: Op) -> list[Report]:
 
 
 def no_quorum(fleet: Fleet, op: Op, what: str, results: Any = None) -> NoQuorum:
+    """The error of a round that had no quorum of answers."""
     fleet.count(_NO_QUORUM)
     return NoQuorum(f"{what}: no quorum of answers", reports(fleet, op), results)
 
@@ -153,7 +176,7 @@ def no_quorum(fleet: Fleet, op: Op, what: str, results: Any = None) -> NoQuorum:
 
 def acquire(
     fleet: Fleet, settings: Settings, key: bytes, ttl_ms: int, wait_ns: int | None
-) -> Plan[tuple[Hold | None, Op]]:
+) -> Plan[tuple[Any, Op]]:
     """Acquire one lock.
 
     Args:
@@ -201,7 +224,7 @@ def acquire(
 
 def acquire_many(
     fleet: Fleet, settings: Settings, keys: list[bytes], ttl_ms: int, wait_ns: int | None
-) -> Plan[list[Hold | None]]:
+) -> Plan[list[Any]]:
     """Acquire many locks, each on its own; None for each that somebody else holds.
 
     What is undecided or taken is tried again as `wait_ns` says, while everything that was granted
@@ -320,7 +343,7 @@ def release(fleet: Fleet, hold: Hold) -> Plan[tuple[bool | None, Op]]:
     return _released(fleet, hold, op.verdict(0)), op
 
 
-def release_many(fleet: Fleet, holds: list[Hold]) -> Plan[tuple[list[bool | None], Op]]:
+def release_many(fleet: Fleet, holds: Sequence[Hold]) -> Plan[tuple[list[bool | None], Op]]:
     """Release locks, in one round.
 
     Returns:
@@ -337,7 +360,7 @@ def release_many(fleet: Fleet, holds: list[Hold]) -> Plan[tuple[list[bool | None
     return [_released(fleet, hold, word) for hold, word in zip(holds, words, strict=True)], op
 
 
-def _released(fleet, hold, word):
+def _released(fleet: Fleet, hold: Hold, word: int) -> bool | None:
     if word == YES:
         hold.state = RELEASED
         fleet.count(_RELEASED)
@@ -365,7 +388,7 @@ def release_token(fleet: Fleet, key: bytes, secret: bytes) -> Plan[bool]:
 
 
 def extend(
-    fleet: Fleet, settings: Settings, holds: list[Hold], ttl_ms: int
+    fleet: Fleet, settings: Settings, holds: Sequence[Hold], ttl_ms: int
 ) -> Plan[tuple[list[bool | None], Op | None]]:
     """Extend locks to `ttl_ms` from now on, in one round.
 
@@ -440,9 +463,7 @@ def _lose(fleet: Fleet, holds: Iterable[Hold], reason: str) -> None:
     fleet.clean_up(lost)
 
 
-def adopt(
-    fleet: Fleet, settings: Settings, key: bytes, secret: bytes, ttl_ms: int
-) -> Plan[Hold | None]:
+def adopt(fleet: Fleet, settings: Settings, key: bytes, secret: bytes, ttl_ms: int) -> Plan[Any]:
     """Take over a lock by its token: one extension on every master.
 
     Raises:

@@ -6,5 +6,6 @@ cpdef int quorum(int n) noexcept
 cpdef int acquire_verdict(int yes, int no, int still_open, int n) noexcept
 cpdef int holder_verdict(int yes, int no, int still_open, int n) noexcept
 
+
 @cython.locals(share=double, whole=cython.longlong)
 cpdef long long drift_ns(long long ttl_ns, double factor) noexcept

@@ -26,12 +26,12 @@ NO = 2
 NO_QUORUM = 3
 
 
-def quorum(n):
+def quorum(n: int) -> int:
     """How many of `n` configured masters must agree."""
     return n // 2 + 1
 
 
-def acquire_verdict(yes, no, still_open, n):
+def acquire_verdict(yes: int, no: int, still_open: int, n: int) -> int:
     """The verdict of a try with `yes` grants, `no` refusals ("taken") and `still_open` masters.
 
     Decided as soon as a quorum granted; or when no grant is possible any more and it is settled
@@ -49,7 +49,7 @@ def acquire_verdict(yes, no, still_open, n):
     return 0
 
 
-def holder_verdict(yes, no, still_open, n):
+def holder_verdict(yes: int, no: int, still_open: int, n: int) -> int:
     """The verdict of an extension, a release or a query about a key that should be ours.
 
     `yes` masters said ours, `no` said foreign or missing. Lost only when "not ours" leaves no
@@ -65,7 +65,7 @@ def holder_verdict(yes, no, still_open, n):
     return 0
 
 
-def drift_ns(ttl_ns, factor):
+def drift_ns(ttl_ns: int, factor: float) -> int:
     """What to allow for the error of the client's and of a server's clock over `ttl_ns`.
 
     `factor` of it, rounded up, and 2 ms: the page's allowance for the resolution of a server's
@@ -76,12 +76,12 @@ def drift_ns(ttl_ns, factor):
     return whole + (whole < share) + 2_000_000
 
 
-def deadline_ns(start_ns, ttl_ns, drift):
+def deadline_ns(start_ns: int, ttl_ns: int, drift: int) -> int:
     """Until when a lock is ours whose try started at `start_ns`."""
     return start_ns + ttl_ns - drift
 
 
-def backoff_ns(failures, jitter):
+def backoff_ns(failures: int, jitter: float) -> int:
     """How long to leave a master alone after `failures` failures in a row; `jitter` in [0, 1)."""
     if failures <= 0:
         return 0
@@ -91,12 +91,12 @@ def backoff_ns(failures, jitter):
     return full - int(full * jitter / 2)
 
 
-def pause_ns(left_ns, retry_delay_ns, jitter):
+def pause_ns(left_ns: int, retry_delay_ns: int, jitter: float) -> tuple[int, bool]:
     """How long to sleep before the next try, and whether that try is the last one.
 
-    The pause is uniform in [0, retry_delay], `jitter` in [0, 1) being the draw. `left_ns` is what is
-    left of a wait, negative when there is no such limit. A pause that would pass the limit is
-    clipped, so that one last try starts just before it; at the limit there is no try: (-1, True).
+    The pause is uniform in [0, retry_delay], `jitter` in [0, 1) being the draw. `left_ns` is what
+    is left of a wait, negative when there is no such limit. A pause that would pass the limit is
+    clipped, so that one last try starts just before it; at the limit there is none: (-1, True).
     """
     pause = int(retry_delay_ns * jitter)
     if left_ns < 0:

@@ -240,9 +240,7 @@ class _Keeper:
         """
         # Before the lock: a thread of the parent may have held it when we were forked.
         if os.getpid() != self.owner_pid:
-            raise RuntimeError(
-                f"{what}: the servers belong to process {self.owner_pid}"
-            )
+            raise RuntimeError(f"{what}: the servers belong to process {self.owner_pid}")
         with self.lock:
             if self.closed:
                 raise RuntimeError(f"{what}: the masters are stopped")
@@ -337,8 +335,7 @@ class _Keeper:
                 self._live[process.pid] = process
                 self._tell_pids()
                 raise RuntimeError(
-                    f"kill process {process.pid}: not dead {_STOP_LIMIT_S:.0f} s after "
-                    f"SIGKILL"
+                    f"kill process {process.pid}: not dead {_STOP_LIMIT_S:.0f} s after SIGKILL"
                 ) from error
             self.forget(process)
 
@@ -398,9 +395,7 @@ class LocalMaster:
             master.keys()  # [b"key"]
     """
 
-    def __init__(
-        self, owner: LocalMasters, keeper: _Keeper, index: int, program: str
-    ) -> None:
+    def __init__(self, owner: LocalMasters, keeper: _Keeper, index: int, program: str) -> None:
         """Made by `LocalMasters.start` only."""
         self._owner = owner
         self._keeper = keeper
@@ -616,8 +611,7 @@ class LocalMaster:
                 if time.monotonic() >= deadline:
                     process.send_signal(signal.SIGCONT)
                     raise RuntimeError(
-                        f"{self._to('pause')}: not stopped {_STOP_LIMIT_S:.0f} s after "
-                        f"SIGSTOP"
+                        f"{self._to('pause')}: not stopped {_STOP_LIMIT_S:.0f} s after SIGSTOP"
                     )
                 time.sleep(_PROCESS_POLL_S)
             if not os.WIFSTOPPED(status):  # it ended, and we took the news from Popen
@@ -690,9 +684,7 @@ class LocalMaster:
         what = self._to("restart") + " with its data"
         if self._process is None or not self.running:
             if not any(self._data.iterdir()):
-                raise RuntimeError(
-                    f"{what}: it is not running and saved nothing before it ended"
-                )
+                raise RuntimeError(f"{what}: it is not running and saved nothing before it ended")
             return
         self.resume()
         # One step, and not SAVE and then SIGKILL, between which a write would be lost.
@@ -737,9 +729,7 @@ class LocalMaster:
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
         argv = [self._program, str(config), *self._owner._args]
         try:
-            self._process = self._keeper.spawn(
-                argv, self._home, self._log, self._pid_file
-            )
+            self._process = self._keeper.spawn(argv, self._home, self._log, self._pid_file)
         except OSError as error:
             raise RuntimeError(
                 f"{self._to('start')}: cannot run {self._program!r}: {error}"
@@ -801,9 +791,7 @@ def _wait_ready(masters: Sequence[LocalMaster], *, may_move: bool) -> None:
             elif not master.running:
                 respawns[master] += 1
                 tries_left = respawns[master] < _PORT_TRIES if may_move else left_s > 0
-                if not (
-                    tries_left and master._respawn_if_port_taken(may_move=may_move)
-                ):
+                if not (tries_left and master._respawn_if_port_taken(may_move=may_move)):
                     raise RuntimeError(f"{master._to('start')}: {master._end()}")
             elif left_s <= 0:
                 raise RuntimeError(
@@ -1092,9 +1080,7 @@ else:
                 server: str | os.PathLike[str] | None = None,
             ) -> LocalMasters:
                 return stack.enter_context(
-                    LocalMasters(
-                        n, unix=unix, args=args, password=password, server=server
-                    )
+                    LocalMasters(n, unix=unix, args=args, password=password, server=server)
                 )
 
             yield make

@@ -15,8 +15,8 @@ Never: system calls, clocks, waiting. All under the GIL.
 cimport cython
 
 from redlock_fast._core.link cimport DIALING, DOWN, GREETING, MAX_OWED, MAX_UNSENT, READY, Link
-from redlock_fast._core.op cimport ACQUIRE, MAX_MASTERS, RELEASE, TROUBLE, Op
-from redlock_fast._core.wire cimport Buf, Replies, buf_free
+from redlock_fast._core.op cimport ACQUIRE, MAX_MASTERS, RELEASE, Op
+from redlock_fast._core.wire cimport Replies, buf_free
 
 cdef int64_t NEVER = 0x7FFFFFFFFFFFFFFF
 

@@ -23,6 +23,7 @@ import os
 import socket
 import weakref
 
+cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.pythread cimport PyThread_get_thread_ident
 from libc.errno cimport EAGAIN, EINPROGRESS, EINTR, errno
@@ -33,9 +34,9 @@ from posix.time cimport timespec
 from posix.unistd cimport close, read, write
 
 from redlock_fast._core.fleet cimport CHUNK, Fleet
-from redlock_fast._core.link cimport DIALING, DOWN, GREETING, READY, Link
+from redlock_fast._core.link cimport DOWN, READY, Link
 from redlock_fast._core.op cimport MAX_MASTERS, Op
-from redlock_fast._core.wire cimport Buf, Replies, buf_free, buf_put
+from redlock_fast._core.wire cimport Replies, buf_free, buf_put
 
 from redlock_fast.errors import ClosedError
 
@@ -224,6 +225,7 @@ def _after_fork_in_child():
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
+@cython.final
 cdef class Pump:
     """Drives a fleet for any number of threads.
 
@@ -598,7 +600,6 @@ cdef class Pump:
         cdef Waiter* w
         cdef Waiter* after
         cdef Waiter* woken = NULL
-        cdef Op op
         if self.first == NULL:
             return 0
         pthread_mutex_lock(&self.mu)
@@ -1048,4 +1049,3 @@ cdef class Pump:
         self.parsing = False
         self.active_ns = 0
         self.fleet.after_fork()
-

@@ -271,7 +271,7 @@ cdef class Link:
     # -- replies -------------------------------------------------------------------------------
 
     cdef int feed(self, const char* p, size_t n, int64_t now) except -1:
-        """Bytes that came, cut anywhere: whole lines go to the parser, to be booked after it ran."""
+        """Bytes that came, cut anywhere: whole lines go to the parser, to be booked after."""
         cdef const char* nl
         cdef size_t whole
         cdef bint joined = self.part.n > 0

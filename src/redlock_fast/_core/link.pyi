@@ -1,0 +1,40 @@
+from collections import deque
+from collections.abc import Callable
+from typing import Any, final
+
+from redlock_fast._core.op import Op
+from redlock_fast._core.wire import Replies
+from redlock_fast.options import MasterOptions
+
+@final
+class Link:
+    index: int
+    options: MasterOptions
+    state: int
+    suspect: bool
+    unsent: int
+    patience_ns: int
+    retry_ns: int
+    dial_limit_ns: int
+    outcome: str
+    cause: str
+    debts: deque[tuple[Op, int, int]]
+    client_id: int | None
+    answers: int
+    reconnects: int
+    errors: dict[str, int]
+    took_ns: int
+    def __init__(
+        self,
+        index: int,
+        options: MasterOptions,
+        replies: Replies,
+        patience_ns: int,
+        jitter: Callable[[], float],
+        news: list[tuple[str, str, str]],
+    ) -> None: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def owed(self) -> int: ...
+    def stats(self) -> dict[str, Any]: ...
