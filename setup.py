@@ -31,6 +31,7 @@ SOURCES = [
     "redlock_fast/_core/link.pyx",
     "redlock_fast/_core/fleet.pyx",
     "redlock_fast/_core/io.pyx",
+    "redlock_fast/_core/pump.pyx",
 ]
 
 DIRECTIVES = {

@@ -1,7 +1,7 @@
 # See drive_sync.pyx for the contract.
 
 from redlock_fast._core.fleet cimport Fleet
-from redlock_fast._core.io cimport Pump
+from redlock_fast._core.pump cimport Pump
 
 cdef class Driver:
     cdef object __weakref__

@@ -1,7 +1,7 @@
 from typing import TypeVar, final
 
 from redlock_fast._core.fleet import Fleet
-from redlock_fast._core.io import Pump
+from redlock_fast._core.pump import Pump
 from redlock_fast.plan import Plan
 
 _T = TypeVar("_T")

@@ -13,7 +13,8 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF
 
 from redlock_fast._core.fleet cimport Fleet
-from redlock_fast._core.io cimport Pump, clock_ns
+from redlock_fast._core.io cimport clock_ns
+from redlock_fast._core.pump cimport Pump
 from redlock_fast._core.op cimport Op
 
 from redlock_fast.errors import ClosedError

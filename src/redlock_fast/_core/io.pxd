@@ -1,19 +1,29 @@
 # Moving bytes and waiting, without the GIL. See io.pyx for the contract.
 
-from libc.stdint cimport int64_t, uint8_t, uint32_t
+from libc.stdint cimport int64_t, uint32_t
 
-from redlock_fast._core.fleet cimport Fleet
-from redlock_fast._core.link cimport Link
-from redlock_fast._core.op cimport MAX_MASTERS, Op
+from redlock_fast._core.op cimport MAX_MASTERS
 from redlock_fast._core.wire cimport Buf
 
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_mutex_t:
         pass
+    int pthread_mutex_lock(pthread_mutex_t*)
+    int pthread_mutex_unlock(pthread_mutex_t*)
 
 cdef extern from "<semaphore.h>" nogil:
     ctypedef struct sem_t:
         pass
+
+cdef enum:
+    END_OF_FILE = -1            # in Chan.err
+
+# Why a wait ended.
+cdef enum:
+    WOKEN = 0       # enough has arrived
+    TIMEOUT = 1
+    INTERRUPTED = 2
+    ALERT = 3       # an event, a timer, or a full buffer: the GIL has to look
 
 cdef enum Phase:
     OPENING = 0     # the event is POLLOUT
@@ -59,10 +69,7 @@ cdef struct Waiter:
 
 cdef int64_t clock_ns() noexcept nogil
 
-cdef class Pump:
-    cdef object __weakref__
-    cdef readonly Fleet fleet
-    cdef readonly bint closed
+cdef class Mover:
     cdef int n
     cdef pthread_mutex_t mu
     cdef Chan* chans[MAX_MASTERS]
@@ -77,38 +84,30 @@ cdef class Pump:
     cdef Waiter* first
     cdef Waiter* last
     cdef Waiter* spare          # pool, under the GIL
-    # under the GIL
-    cdef int inside             # threads in run(); read without it, as a hint
-    cdef bint parsing
-    cdef unsigned long parser
-    cdef int64_t active_ns      # when the sockets were last looked at
-    # measured
+    cdef int inside             # threads with a round; written under the GIL, read as a hint
+    cdef bint parsing           # a thread parses what chans had taken; under the GIL
     cdef readonly int64_t sends
-    cdef readonly int64_t looks
 
-    cpdef int64_t run(self, Op op) except -1
-    cpdef bint settle(self) except -1
-    cdef int _idle(self, int64_t timeout_ns) except -1
-    cdef void _push(self) noexcept
-    cdef int64_t _freshen(self, int64_t now) except -1
-    cdef int _look(self, int64_t now) except -1
-    cdef int _parse(self, uint32_t todo, int64_t now) except -1
-    cdef int _opened(self, Link link, Chan* c, int64_t now) except -1
-    cdef int _dial(self, int64_t now) except -1
-    cdef int _dial_one(self, Link link, int64_t now) except -1
-    cdef int _post(self) except -1
-    cdef int _wake_decided(self) except -1
-    cdef Waiter* _new_waiter(self, Op op) except NULL
-    cdef void _end_waiter(self, Waiter* w) noexcept
-    cdef void _aim(self, Waiter* w, Op op, bint first) noexcept
-    cdef void _bury(self, int i, bint abort) noexcept
-    # without the GIL
-    cdef int _wait(self, Waiter* w, int64_t until) noexcept nogil
+    # under the GIL, without the mutex
+    cdef int open_kick(self) except -1
+    cdef int open_chan(self, int i, int fd, int64_t lines, bint opened) except -1
+    cdef void bury(self, int i, bint abort) noexcept
+    cdef uint32_t collect(self) noexcept
+    cdef void parsed(self) noexcept
+    cdef void push(self) noexcept
+    cdef Waiter* new_waiter(self, void* op) except NULL
+    cdef void end_waiter(self, Waiter* w) noexcept
+    cdef void poke_all(self) noexcept
+    cdef void forget(self) noexcept
+    # without the GIL and without the mutex
+    cdef int wait(self, Waiter* w, int64_t until) noexcept nogil
+    cdef void wake(self, Waiter* chain) noexcept nogil
+    # with the mutex
+    cdef void kick(self) noexcept nogil
+    cdef void unlink(self, Waiter* w) noexcept nogil
+    cdef void _link(self, Waiter* w) noexcept nogil
     cdef int _read_once(self, Waiter* w, int64_t until) noexcept nogil
     cdef void _flush(self) noexcept nogil
     cdef void _step_down(self) noexcept nogil
     cdef void _reap(self) noexcept nogil
-    cdef void _kick(self) noexcept nogil
-    cdef void _link(self, Waiter* w) noexcept nogil
-    cdef void _unlink(self, Waiter* w) noexcept nogil
     cdef bint _satisfied(self, Waiter* w) noexcept nogil

@@ -1,50 +1,36 @@
-"""The pump: moves bytes between links and sockets, and waits. The only code that runs without the
-GIL, and the only one below the facades that makes system calls or reads the clock.
+"""Moving bytes and waiting: the only code that runs without the GIL.
 
-Given a round (`run`), sends what it queued, and returns the time at which its verdict was known.
-One connection per master, shared by all threads:
+A `Mover` has the sockets of one client's masters, buffers on both sides of them, and the threads
+that wait. It knows no command and no reply: it counts line feeds, as a hint when to look. Who
+drives it (the pump, under the GIL) hands bytes over, says for each waiting thread how many masters
+must have sent how many lines, and takes away what has arrived.
 
 * Sending is a group commit: callers put bytes into `pend` under the mutex; who finds nobody
   sending sends until nothing is left.
-* One thread at a time has the reading role. Without the GIL it polls, reads, and counts lines; it
-  wakes the threads whose rounds have enough of them, and hands the role on when its own has.
-* A thread that was woken takes the GIL, as it must anyway, and parses what has arrived, for
-  everyone. So a round costs one hand-over of the GIL.
-
-A count of lines is a hint when to look and decides nothing; links do, when they are fed.
+* One thread at a time has the reading role. It polls, reads, counts lines, wakes the threads for
+  which enough have come, and hands the role on when its own have.
 
 Laws: the mutex is never held while taking the GIL, nor across a call that blocks; with both held,
 nothing of Python is allocated or freed. Reader and flusher use a `Chan` outside the mutex, so a
-dead one is freed, and its descriptor closed, only when neither can have it any more. Signal
-handlers run between waits, when this thread holds neither the mutex nor a role.
+dead one is freed, and its descriptor closed, only when neither can have it any more. No thread
+leaves `wait` with the reading role. (Lines are not traced here: a trace function needs the GIL.)
 """
 
 import os
-import socket
-import weakref
-
 cimport cython
-from cpython.exc cimport PyErr_CheckSignals
-from cpython.pythread cimport PyThread_get_thread_ident
-from libc.errno cimport EAGAIN, EINPROGRESS, EINTR, errno
+from libc.errno cimport EAGAIN, EINTR, errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memchr, memset
 from posix.time cimport timespec
 from posix.unistd cimport close, read, write
 
-from redlock_fast._core.fleet cimport CHUNK, Fleet
-from redlock_fast._core.link cimport DOWN, READY, Link
-from redlock_fast._core.op cimport MAX_MASTERS, Op
-from redlock_fast._core.wire cimport Replies, buf_free, buf_put
-
-from redlock_fast.errors import ClosedError
+from redlock_fast._core.op cimport MAX_MASTERS
+from redlock_fast._core.wire cimport buf_free, buf_put
 
 cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_init(pthread_mutex_t*, void*)
     int pthread_mutex_destroy(pthread_mutex_t*)
-    int pthread_mutex_lock(pthread_mutex_t*)
-    int pthread_mutex_unlock(pthread_mutex_t*)
 
 cdef extern from "<semaphore.h>" nogil:
     int sem_init(sem_t*, int, unsigned int)
@@ -62,11 +48,10 @@ cdef extern from "<poll.h>" nogil:
     int ppoll(pollfd*, unsigned long, const timespec*, const void*)
 
 cdef extern from "<sys/socket.h>" nogil:
-    int SOL_SOCKET, SO_ERROR, SO_LINGER, MSG_DONTWAIT, MSG_NOSIGNAL
+    int SOL_SOCKET, SO_LINGER, MSG_DONTWAIT, MSG_NOSIGNAL
     struct linger:
         int l_onoff
         int l_linger
-    int getsockopt(int, int, int, void*, unsigned int*)
     int setsockopt(int, int, int, const void*, unsigned int)
     ssize_t send(int, const void*, size_t, int)
     ssize_t recv(int, void*, size_t, int)
@@ -90,22 +75,7 @@ cdef enum:
     RX_SIZE = 64 * 1024         # bytes that one recv may bring
     MAX_INB = 1024 * 1024       # bytes read and not parsed; past it the reader leaves the rest
     MAX_TAIL = 64 * 1024        # bytes without a line feed that the link has to see
-    END_OF_FILE = -1            # in Chan.err
-
-# Why a wait ended.
-cdef enum:
-    WOKEN = 0       # enough has arrived
-    TIMEOUT = 1
-    INTERRUPTED = 2
-    ALERT = 3       # an event, a timer, or a full buffer: the GIL has to look
-
 cdef int64_t NEVER = 0x7FFFFFFFFFFFFFFF
-# A thread that waits wakes so often for signals that another thread's poll may have swallowed.
-cdef int64_t TICK_NS = 100_000_000
-# A connection that was idle so long is looked at before anything is sent (DESIGN, rule 11).
-cdef int64_t IDLE_NS = 5_000_000
-# How long a follower waits for the reader to finish a sweep before it judges.
-cdef int64_t SWEEP_NS = 5_000_000
 
 
 cdef int64_t clock_ns() noexcept nogil:
@@ -212,34 +182,16 @@ cdef void _swallow(Chan* c, int64_t now) noexcept nogil:
         c.event = True
 
 
-# -- the pump ------------------------------------------------------------------------------------
+# -- the mover -----------------------------------------------------------------------------------
 
-cdef object _pumps = weakref.WeakSet()
+cdef class Mover:
+    """The sockets of `n` masters, and who waits for them."""
 
-
-def _after_fork_in_child():
-    for pump in list(_pumps):
-        (<Pump> pump).after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-@cython.final
-cdef class Pump:
-    """Drives a fleet for any number of threads.
-
-    Args:
-        fleet: the masters; nobody else may drive it.
-    """
-
-    def __cinit__(self, Fleet fleet not None):
-        self.fleet = fleet
-        self.n = fleet.n
+    def __cinit__(self, int n):
+        self.n = n
         self.kick_fd = -1
-        pthread_mutex_init(&self.mu, NULL)
         self.timer_ns = NEVER
-        _pumps.add(self)
+        pthread_mutex_init(&self.mu, NULL)
 
     def __dealloc__(self):
         cdef int i
@@ -259,292 +211,30 @@ cdef class Pump:
 
     # -- a round, under the GIL ------------------------------------------------------------------
 
-    cpdef int64_t run(self, Op op) except -1:
-        """Run one round to its end.
-
-        Returns:
-            The time of the verdict, in ns: read after the last byte was read and the GIL was held
-            again.
-
-        Raises:
-            ClosedError: the client is closed, or was closed meanwhile.
-            RuntimeError: called from a finalizer in the middle of this thread's own parse.
-            BaseException: whatever a signal handler raised. The round is open then; its owner must
-                have it cleaned up.
-        """
-        cdef Waiter* w = NULL
-        cdef Fleet fleet = self.fleet
-        cdef int64_t now, until
-        cdef int rc
-        cdef bint first = True, drained = False
-        self._check()
-        self.inside += 1
-        try:
-            now = self._freshen(clock_ns())
-            fleet.start(op, now)
-            self._post()
-            if op.ended:
-                return clock_ns()
-            w = self._new_waiter(op)
-            while True:
-                until = min(op.limit_ns, now + TICK_NS)
-                if drained:
-                    until = now + SWEEP_NS
-                self._aim(w, op, first)
-                w.sweep = drained
-                with nogil:
-                    rc = self._wait(w, until)
-                first = False
-                if rc == INTERRUPTED or rc == TIMEOUT:
-                    PyErr_CheckSignals()
-                if self.closed:
-                    raise ClosedError("the client was closed while the call waited")
-                now = clock_ns()
-                self._look(now)
-                if op.ended:
-                    break
-                if op.k > 1:
-                    fleet.refill(op, now)
-                    self._post()
-                    if op.ended:
-                        break
-                if now < op.limit_ns:
-                    drained = False
-                elif drained:
-                    fleet.expire(op, now)
-                    break
-                else:
-                    # Late; but first let everything be read that has arrived: a caller that was
-                    # stalled must not take it for the master's silence.
-                    drained = True
-            return clock_ns()
-        finally:
-            self.inside -= 1
-            if w != NULL:
-                self._end_waiter(w)
-            if op.hoping or op.k > 1:
-                fleet.finish(op)
-            self.active_ns = clock_ns()
-
-    def _check(self):
-        if self.closed:
-            raise ClosedError("the client is closed")
-        if self.parsing and self.parser == <unsigned long> PyThread_get_thread_ident():
-            raise RuntimeError("cannot use the client from within its own parsing of replies")
+    cdef int open_kick(self) except -1:
+        """Make the eventfd, unless it is there."""
         if self.kick_fd < 0:
             self.kick_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
             if self.kick_fd < 0:
                 raise OSError(errno, os.strerror(errno))
-
-    cpdef bint settle(self) except -1:
-        """Send what the links have to say, without waiting for answers (clean-ups).
-
-        Returns whether the driver has something to see to: news, or debts.
-        """
-        cdef Link link
-        cdef bint something = len(self.fleet.news) > 0
-        cdef int i
-        for i in range(self.n):
-            link = <Link> self.fleet.links[i]
-            if link.out.n:
-                self._post()
-                self._push()
-                break
-        return something or self.fleet.owes()
-
-    cdef void _push(self) noexcept:
-        with nogil:
-            pthread_mutex_lock(&self.mu)
-            self._flush()
-            pthread_mutex_unlock(&self.mu)
-
-    cdef int64_t _freshen(self, int64_t now) except -1:
-        """Before a round: look at idle connections, judge, dial. Returns the time."""
-        cdef Waiter* w
-        if now - self.active_ns < IDLE_NS and not self.fleet.overdue(now):
-            return now
-        self.active_ns = now
-        # Drained before anyone is judged. (While another thread reads, it drains.)
-        w = self._new_waiter(None)
-        w.sweep = True
-        try:
-            with nogil:
-                self._wait(w, now + SWEEP_NS)
-        finally:
-            self._end_waiter(w)
-        now = clock_ns()
-        self._look(now)
-        self.fleet.judge(now)
-        self._bury_down()
-        self._dial(now)
-        self._post()
-        return clock_ns()
-
-    cdef int _look(self, int64_t now) except -1:
-        """Parse what has arrived, for everyone; deal with events and timers."""
-        cdef Chan* c
-        cdef int i
-        cdef uint32_t todo = 0
-        while self.parsing:
-            # Another thread lost the GIL inside hiredis: very rare.
-            if self.parser == <unsigned long> PyThread_get_thread_ident():
-                raise RuntimeError("cannot use the client from within its own parsing of replies")
-            with nogil:
-                sched_yield()
-        self.parsing = True
-        self.parser = PyThread_get_thread_ident()
-        self.looks += 1
-        try:
-            pthread_mutex_lock(&self.mu)
-            self.alert = False
-            for i in range(self.n):
-                c = self.chans[i]
-                if c != NULL and (c.event or c.inb.n):
-                    todo |= <uint32_t> 1 << i
-                    c.taken, c.inb = c.inb, c.taken
-            pthread_mutex_unlock(&self.mu)
-            if todo:
-                self._parse(todo, now)
-        finally:
-            self.parsing = False
-            if self.graves != NULL:
-                pthread_mutex_lock(&self.mu)
-                c = self.graves
-                while c != NULL:
-                    c.parsed = False
-                    c = c.next
-                self._reap()
-                pthread_mutex_unlock(&self.mu)
-        self.fleet.now_ns = now
-        if self.fleet.next_ns() <= now:
-            self.fleet.judge(now)
-            self._bury_down()
-            self._dial(now)
-        self.fleet.serve(now)
-        self._post()
-        self._wake_decided()
         return 0
 
-    cdef int _parse(self, uint32_t todo, int64_t now) except -1:
-        """Deal with what these chans have brought: bytes, ends, opened connections."""
-        cdef Replies replies = self.fleet.replies
-        cdef Link link
-        cdef Chan* c
-        cdef int i, err
-        replies.begin()
-        for i in range(self.n):
-            c = self.chans[i]
-            if not todo >> i & 1 or c == NULL:
-                continue
-            link = <Link> self.fleet.links[i]
-            if c.phase == OPENING:
-                if c.event:
-                    self._opened(link, c, now)
-            elif c.taken.n:
-                link.feed(c.taken.p, c.taken.n, c.heard_ns if c.heard_ns else now)
-            c.taken.n = 0
-        try:
-            replies.parse()
-        except BaseException:
-            # The bytes are gone, and with them the order of the replies.
-            for i in range(self.n):
-                link = <Link> self.fleet.links[i]
-                if todo >> i & 1 and link.lines:
-                    link.lines = 0
-                    link.broke("PROTO", "cannot parse replies", now)
-            self._bury_down()
-            raise
-        for i in range(self.n):
-            c = self.chans[i]
-            if not todo >> i & 1 or c == NULL:
-                continue
-            link = <Link> self.fleet.links[i]
-            if link.lines:
-                link.book_lines(c.heard_ns if c.heard_ns else now)
-            if c.event or c.phase != SERVING:
-                pthread_mutex_lock(&self.mu)
-                c.event = False
-                err = c.err
-                if link.state == READY:
-                    c.phase = SERVING
-                pthread_mutex_unlock(&self.mu)
-                if link.state != DOWN and err:
-                    if err == END_OF_FILE:
-                        link.broke("closed", "connection closed by the server", now)
-                    else:
-                        link.broke("closed", os.strerror(err), now)
-            if link.state == DOWN:
-                self._bury(i, True)
-                self.fleet.after_break(link)
-        return 0
-
-    cdef int _opened(self, Link link, Chan* c, int64_t now) except -1:
-        """The connect has come to an end."""
-        cdef int err = 0
-        cdef unsigned int size = sizeof(err)
-        if getsockopt(c.fd, SOL_SOCKET, SO_ERROR, &err, &size) != 0:
-            err = errno
-        if err:
-            link.broke("refused", os.strerror(err), now)
-            return 0
-        link.connected(now)
+    cdef int open_chan(self, int i, int fd, int64_t lines, bint opened) except -1:
+        """Take over a descriptor; `lines`: where its count of replies starts."""
+        cdef Chan* c = _new_chan(fd, lines)
+        if c == NULL:
+            raise MemoryError("no memory for a connection")
+        c.event = opened
         pthread_mutex_lock(&self.mu)
-        c.phase = TALKING
-        pthread_mutex_unlock(&self.mu)
-        return 0
-
-    cdef int _dial(self, int64_t now) except -1:
-        """Open connections to the masters that are due."""
-        cdef uint32_t due = self.fleet.due(now)
-        cdef int i
-        if not due:
-            return 0
-        for i in range(self.n):
-            if due >> i & 1:
-                self._dial_one(<Link> self.fleet.links[i], now)
-        if self.polling:
-            self._kick()        # the reader has to take them into its set
-        return 0
-
-    cdef int _dial_one(self, Link link, int64_t now) except -1:
-        cdef Chan* c = NULL
-        cdef object options = link.options
-        cdef int err = 0
-        link.dialing(now, now + self.fleet.connect_ns)
-        try:
-            with socket.socket(
-                options.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-            ) as sock:
-                if options.family != socket.AF_UNIX:
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                err = sock.connect_ex(options.sockaddr)
-                if err and err != EINPROGRESS:
-                    raise OSError(err, os.strerror(err))
-                c = _new_chan(sock.fileno(), link.promised)
-                if c == NULL:
-                    raise MemoryError("no memory for a connection")
-                sock.detach()
-        except (OSError, MemoryError) as exc:
-            text = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
-            self.fleet.broke(link, "refused", text, now)
-            return 0
-        c.event = err == 0
-        pthread_mutex_lock(&self.mu)
-        self.chans[link.index] = c
-        if c.event:
+        self.chans[i] = c
+        if opened:
             self.alert = True
+        if self.polling:
+            self.kick()     # the reader has to take it into its set
         pthread_mutex_unlock(&self.mu)
         return 0
 
-    def _bury_down(self):
-        """Close what the fleet has given up."""
-        cdef int i
-        for i in range(self.n):
-            if self.chans[i] != NULL and (<Link> self.fleet.links[i]).state == DOWN:
-                self._bury(i, True)
-
-    cdef void _bury(self, int i, bint abort) noexcept:
+    cdef void bury(self, int i, bint abort) noexcept:
         """Take a connection out of use; it is closed when nobody can have its descriptor any more.
 
         `abort`: discard what is in flight (RST), so that a late SET has less of a chance.
@@ -567,59 +257,43 @@ cdef class Pump:
         self._reap()
         pthread_mutex_unlock(&self.mu)
 
-    cdef int _post(self) except -1:
-        """Take the links' bytes over, in their order."""
-        cdef Link link
+    cdef uint32_t collect(self) noexcept:
+        """Take away what has arrived: bits of the chans with bytes in `taken`, or an event."""
         cdef Chan* c
         cdef int i
-        cdef int64_t timer = self.fleet.next_ns()
+        cdef uint32_t bits = 0
         pthread_mutex_lock(&self.mu)
+        self.alert = False
         for i in range(self.n):
-            link = <Link> self.fleet.links[i]
             c = self.chans[i]
-            if c == NULL:
-                continue
-            if link.out.n:
-                if c.pend.n == 0:
-                    c.pend, link.out = link.out, c.pend
-                elif buf_put(&c.pend, link.out.p, link.out.n) != 0:
-                    c.err = END_OF_FILE
-                    c.event = True
-                    self.alert = True
-                link.out.n = 0
-                self.pending = True
-            link.unsent = c.pend.n + c.fly.n - c.sent
-        if timer < self.timer_ns and self.polling:
-            self._kick()
-        self.timer_ns = timer
+            if c != NULL and (c.event or c.inb.n):
+                bits |= <uint32_t> 1 << i
+                c.taken, c.inb = c.inb, c.taken
         pthread_mutex_unlock(&self.mu)
-        return 0
+        return bits
 
-    cdef int _wake_decided(self) except -1:
-        """Wake the threads whose rounds were decided, or changed, by this thread's look."""
-        cdef Waiter* w
-        cdef Waiter* after
-        cdef Waiter* woken = NULL
-        if self.first == NULL:
-            return 0
+    cdef void parsed(self) noexcept:
+        """The parser is done with what it had taken."""
+        cdef Chan* c
+        self.parsing = False
+        if self.graves == NULL:
+            return
         pthread_mutex_lock(&self.mu)
-        w = self.first
-        while w != NULL:
-            after = w.next
-            if w.op != NULL and ((<Op> w.op).ended or (<Op> w.op).nudged):
-                w.poked = True
-                self._unlink(w)
-                w.next = woken
-                woken = w
-            w = after
+        c = self.graves
+        while c != NULL:
+            c.parsed = False
+            c = c.next
+        self._reap()
         pthread_mutex_unlock(&self.mu)
-        while woken != NULL:
-            w = woken
-            woken = w.next
-            sem_post(&w.sem)
-        return 0
 
-    cdef Waiter* _new_waiter(self, Op op) except NULL:
+    cdef void push(self) noexcept:
+        """Send what is there to send, and wait for nothing."""
+        with nogil:
+            pthread_mutex_lock(&self.mu)
+            self._flush()
+            pthread_mutex_unlock(&self.mu)
+
+    cdef Waiter* new_waiter(self, void* op) except NULL:
         cdef Waiter* w = self.spare
         cdef int i
         if w != NULL:
@@ -629,7 +303,7 @@ cdef class Pump:
             if w == NULL:
                 raise MemoryError("no memory for a waiting thread")
             sem_init(&w.sem, 0, 0)
-        w.op = NULL if op is None else <void*> op
+        w.op = op
         w.want = 1
         w.linked = False
         w.promoted = False
@@ -641,44 +315,61 @@ cdef class Pump:
             w.mark[i] = -1
         return w
 
-    cdef void _end_waiter(self, Waiter* w) noexcept:
+    cdef void end_waiter(self, Waiter* w) noexcept:
         w.op = NULL
         w.next = self.spare
         self.spare = w
 
-    cdef void _aim(self, Waiter* w, Op op, bint first) noexcept:
-        """When is it worth to look? A quorum of answers first, then any further one."""
-        cdef Link link
-        cdef int i, marks = 0
-        cdef int64_t mark
-        cdef bint part = False
-        w.poked = False
-        op.nudged = False
+    cdef void poke_all(self) noexcept:
+        """Let every waiting thread look."""
+        cdef Waiter* w
+        pthread_mutex_lock(&self.mu)
+        self.alert = True       # for the one that reads
+        if self.polling:
+            self.kick()
+        while self.first != NULL:
+            w = self.first
+            w.poked = True
+            self.unlink(w)
+            sem_post(&w.sem)
+        pthread_mutex_unlock(&self.mu)
+
+    cdef void forget(self) noexcept:
+        """In a forked child: all of this is the parent's. Close descriptors, never shut down.
+
+        Another thread of the parent may have been in the middle of anything without the GIL, so
+        nothing of what the mutex guards is looked at, or freed: a few buffers are lost per fork.
+        """
+        cdef int i
+        memset(&self.mu, 0, sizeof(self.mu))
+        pthread_mutex_init(&self.mu, NULL)
         for i in range(self.n):
-            mark = -1
-            if not (op.closed | op.hoping) >> i & 1 and op.asked >> i & 1:
-                if op.queued[i] >= op.k:
-                    if op.owed[i]:
-                        mark = op.end[i]
-                else:
-                    # A batch that has more to send, as answers come in.
-                    link = <Link> self.fleet.links[i]
-                    part = True
-                    mark = link.booked + 1
-                    if op.owed[i]:
-                        mark = min(op.end[i], link.booked + CHUNK)
-            w.mark[i] = mark
-            if mark >= 0:
-                marks += 1
-        if first and not part:
-            w.want = max(1, min(self.n // 2 + 1, marks))
-        else:
-            w.want = 1
+            if self.chans[i] != NULL:
+                close(self.chans[i].fd)
+                self.chans[i] = NULL
+        self.graves = NULL
+        if self.kick_fd >= 0:
+            close(self.kick_fd)
+            self.kick_fd = -1
+        self.pending = self.flushing = self.leading = self.polling = self.alert = False
+        self.timer_ns = NEVER
+        self.first = self.last = self.spare = NULL
+        self.inside = 0
+        self.parsing = False
+
+    cdef void wake(self, Waiter* chain) noexcept nogil:
+        """Post waiters that were unlinked and chained; without the mutex."""
+        cdef Waiter* w
+        while chain != NULL:
+            w = chain
+            chain = w.next      # after the post it is its owner's again
+            sem_post(&w.sem)
 
     # -- waiting, without the GIL ----------------------------------------------------------------
-    # Every method from here on is entered and left with the mutex held, but for _wait.
+    # Every method from here on is entered and left with the mutex held, but for `wait`.
 
-    cdef int _wait(self, Waiter* w, int64_t until) noexcept nogil:
+    @cython.linetrace(False)
+    cdef int wait(self, Waiter* w, int64_t until) noexcept nogil:
         """Send, then wait until enough has arrived for `w`, or `until`, or the GIL has to look."""
         cdef bint lead = False
         cdef int rc = WOKEN
@@ -701,13 +392,13 @@ cdef class Pump:
             # can be lost; and the semaphore remembers one that comes before the wait.
             self._link(w)
             if w.sweep:
-                self._kick()
+                self.kick()
             pthread_mutex_unlock(&self.mu)
             err = _park(&w.sem, until)
             pthread_mutex_lock(&self.mu)
             if err != 0:
                 if w.linked:
-                    self._unlink(w)
+                    self.unlink(w)
                     rc = INTERRUPTED if err == EINTR else TIMEOUT
                     break
                 # Somebody unlinked us in between, so the post is certain: take it, the semaphore
@@ -726,6 +417,7 @@ cdef class Pump:
         pthread_mutex_unlock(&self.mu)
         return rc
 
+    @cython.linetrace(False)
     cdef bint _satisfied(self, Waiter* w) noexcept nogil:
         cdef int i
         cdef int have = 0
@@ -736,6 +428,7 @@ cdef class Pump:
                 have += 1
         return have >= w.want
 
+    @cython.linetrace(False)
     cdef int _read_once(self, Waiter* w, int64_t until) noexcept nogil:
         """Poll all connections once and read what is there. The caller has the reading role."""
         cdef pollfd fds[MAX_MASTERS + 1]
@@ -817,7 +510,7 @@ cdef class Pump:
                 after = follower.next
                 if follower.sweep or self._satisfied(follower):
                     follower.poked = True
-                    self._unlink(follower)
+                    self.unlink(follower)
                     follower.next = woken
                     woken = follower
                 follower = after
@@ -830,10 +523,7 @@ cdef class Pump:
             self._reap()
         if woken != NULL:
             pthread_mutex_unlock(&self.mu)
-            while woken != NULL:
-                follower = woken
-                woken = follower.next       # after the post it is its owner's again
-                sem_post(&follower.sem)
+            self.wake(woken)
             pthread_mutex_lock(&self.mu)
         if again:
             self.pending = True
@@ -851,6 +541,7 @@ cdef class Pump:
                 return ALERT
         return WOKEN
 
+    @cython.linetrace(False)
     cdef void _flush(self) noexcept nogil:
         """Group commit: send for everyone, unless somebody does already."""
         cdef Chan* live[MAX_MASTERS]
@@ -899,13 +590,13 @@ cdef class Pump:
                 if errs[i] == EAGAIN:
                     c.stuck = True
                     if self.polling:
-                        self._kick()
+                        self.kick()
                 elif errs[i]:
                     c.err = errs[i]
                     c.event = True
                     self.alert = True
                     if self.polling:
-                        self._kick()
+                        self.kick()
                 elif c.pend.n:
                     self.pending = True
         self.flushing = False
@@ -916,16 +607,18 @@ cdef class Pump:
                 c = c.next
             self._reap()
 
+    @cython.linetrace(False)
     cdef void _step_down(self) noexcept nogil:
         """Hand the reading role on, if anybody waits."""
         cdef Waiter* heir = self.first
         if heir == NULL:
             self.leading = False
             return
-        self._unlink(heir)
+        self.unlink(heir)
         heir.promoted = True
         sem_post(&heir.sem)
 
+    @cython.linetrace(False)
     cdef void _reap(self) noexcept nogil:
         """Close and free the dead that no reader, flusher or parser can have any more."""
         cdef Chan** at = &self.graves
@@ -938,10 +631,12 @@ cdef class Pump:
                 at[0] = c.next
                 _free_chan(c)
 
-    cdef void _kick(self) noexcept nogil:
+    @cython.linetrace(False)
+    cdef void kick(self) noexcept nogil:
         cdef uint64_t one = 1
         write(self.kick_fd, &one, 8)
 
+    @cython.linetrace(False)
     cdef void _link(self, Waiter* w) noexcept nogil:
         w.linked = True
         w.next = NULL
@@ -952,7 +647,8 @@ cdef class Pump:
             self.last.next = w
         self.last = w
 
-    cdef void _unlink(self, Waiter* w) noexcept nogil:
+    @cython.linetrace(False)
+    cdef void unlink(self, Waiter* w) noexcept nogil:
         w.linked = False
         if w.prev == NULL:
             self.first = w.next
@@ -962,90 +658,3 @@ cdef class Pump:
             self.last = w.prev
         else:
             w.next.prev = w.prev
-
-    # -- the ends --------------------------------------------------------------------------------
-
-    def idle(self, int64_t timeout_ns):
-        """Without a round: move bytes, deal with what comes in, for `timeout_ns` at most."""
-        self._check()
-        self._idle(timeout_ns)
-
-    def last_call(self, int64_t timeout_ns):
-        """The same for a client that is being closed."""
-        self._idle(timeout_ns)
-
-    cdef int _idle(self, int64_t timeout_ns) except -1:
-        cdef int64_t now = clock_ns()
-        cdef Waiter* w
-        if self.kick_fd < 0:
-            return 0
-        w = self._new_waiter(None)
-        w.sweep = timeout_ns <= 0
-        w.mark[0] = NEVER
-        try:
-            self.fleet.judge(now)
-            self._bury_down()
-            self._dial(now)
-            self._post()
-            with nogil:
-                self._wait(w, now + max(timeout_ns, SWEEP_NS if w.sweep else 0))
-        finally:
-            self._end_waiter(w)
-        PyErr_CheckSignals()
-        self._look(clock_ns())
-        self._push()
-        return 0
-
-    def shut(self):
-        """Refuse new rounds, and end the waiting ones with ClosedError."""
-        cdef Waiter* w
-        self.closed = True
-        while True:
-            pthread_mutex_lock(&self.mu)
-            w = self.first
-            if w != NULL:
-                w.poked = True
-                self._unlink(w)
-            if self.polling:
-                self.alert = True
-                self._kick()
-            pthread_mutex_unlock(&self.mu)
-            if w == NULL:
-                break
-            sem_post(&w.sem)
-
-    def tear_down(self):
-        """Close the connections, in good order: what was sent is delivered."""
-        cdef int i
-        for i in range(self.n):
-            self._bury(i, False)
-
-    @property
-    def callers(self):
-        """Threads inside `run`."""
-        return self.inside
-
-    def after_fork(self):
-        """In a forked child: forget everything that is the parent's; close, never shut down.
-
-        Another thread of the parent may have been in the middle of anything without the GIL, so
-        nothing of what the mutex guards is looked at, or freed: a few buffers are lost per fork.
-        """
-        cdef int i
-        memset(&self.mu, 0, sizeof(self.mu))
-        pthread_mutex_init(&self.mu, NULL)
-        for i in range(self.n):
-            if self.chans[i] != NULL:
-                close(self.chans[i].fd)
-                self.chans[i] = NULL
-        self.graves = NULL
-        if self.kick_fd >= 0:
-            close(self.kick_fd)
-            self.kick_fd = -1
-        self.pending = self.flushing = self.leading = self.polling = self.alert = False
-        self.timer_ns = NEVER
-        self.first = self.last = self.spare = NULL
-        self.inside = 0
-        self.parsing = False
-        self.active_ns = 0
-        self.fleet.after_fork()

@@ -1,0 +1,34 @@
+# Drives a fleet for threads. See pump.pyx for the contract.
+
+from libc.stdint cimport int64_t, uint32_t
+
+from redlock_fast._core.fleet cimport Fleet
+from redlock_fast._core.io cimport Chan, Mover, Waiter
+from redlock_fast._core.link cimport Link
+from redlock_fast._core.op cimport Op
+
+cdef class Pump:
+    cdef object __weakref__
+    cdef readonly Fleet fleet
+    cdef readonly Mover mover
+    cdef readonly bint closed
+    cdef int n
+    cdef unsigned long parser       # the thread that parses, while mover.parsing
+    cdef int64_t active_ns          # when the sockets were last looked at
+    cdef readonly int64_t looks
+
+    cpdef int64_t run(self, Op op) except -1
+    cpdef bint settle(self) except -1
+    cdef int _check(self) except -1
+    cdef int _idle(self, int64_t timeout_ns) except -1
+    cdef int64_t _freshen(self, int64_t now) except -1
+    cdef int _look(self, int64_t now) except -1
+    cdef int _parse(self, uint32_t todo, int64_t now) except -1
+    cdef int _events(self, Link link, Chan* c, int64_t now) except -1
+    cdef int _opened(self, Link link, Chan* c, int64_t now) except -1
+    cdef int _dial(self, int64_t now) except -1
+    cdef int _dial_one(self, Link link, int64_t now) except -1
+    cdef int _bury_down(self) except -1
+    cdef int _post(self) except -1
+    cdef int _wake_decided(self) except -1
+    cdef void _aim(self, Waiter* w, Op op, bint first) noexcept

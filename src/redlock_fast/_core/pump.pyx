@@ -1,0 +1,477 @@
+"""The pump: runs rounds for any number of threads over a fleet and its sockets.
+
+Given a round (`run`), sends what it queued, and returns the time at which its verdict was known.
+Under the GIL all the way, but for one stretch of `Mover.wait` per round: a thread that was woken
+takes the GIL, as it must anyway, and parses what has arrived, for everyone.
+
+Between the fleet, which makes no system call, and the mover, which knows no command, it also does
+what is rare: opens connections, tells the fleet the time, closes what the fleet gave up.
+
+Signal handlers run between waits, when this thread holds neither the mutex nor a role.
+"""
+
+import os
+import socket
+import weakref
+
+cimport cython
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.pythread cimport PyThread_get_thread_ident
+from libc.errno cimport EINPROGRESS, errno
+from libc.stdint cimport int64_t, uint32_t
+
+from redlock_fast._core.fleet cimport CHUNK, Fleet
+from redlock_fast._core.io cimport (
+    END_OF_FILE,
+    INTERRUPTED,
+    OPENING,
+    SERVING,
+    TALKING,
+    TIMEOUT,
+    Chan,
+    Mover,
+    Waiter,
+    clock_ns,
+    pthread_mutex_lock,
+    pthread_mutex_unlock,
+)
+from redlock_fast._core.link cimport DOWN, READY, Link
+from redlock_fast._core.op cimport Op
+from redlock_fast._core.wire cimport Replies, buf_put
+
+from redlock_fast.errors import ClosedError
+
+cdef extern from "<sys/socket.h>" nogil:
+    int SOL_SOCKET, SO_ERROR
+    int getsockopt(int, int, int, void*, unsigned int*)
+
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+
+cdef int64_t NEVER = 0x7FFFFFFFFFFFFFFF
+# A thread that waits wakes so often for signals that another thread's poll may have swallowed.
+cdef int64_t TICK_NS = 100_000_000
+# A connection that was idle so long is looked at before anything is sent (DESIGN, rule 11).
+cdef int64_t IDLE_NS = 5_000_000
+# How long a follower waits for the reader to finish a sweep before it judges.
+cdef int64_t SWEEP_NS = 5_000_000
+
+cdef object _pumps = weakref.WeakSet()
+
+
+def _after_fork_in_child():
+    for pump in list(_pumps):
+        (<Pump> pump).after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@cython.final
+cdef class Pump:
+    """Drives a fleet for any number of threads.
+
+    Args:
+        fleet: the masters; nobody else may drive it.
+    """
+
+    def __cinit__(self, Fleet fleet not None):
+        self.fleet = fleet
+        self.n = fleet.n
+        self.mover = Mover(fleet.n)
+        _pumps.add(self)
+
+    # -- a round -----------------------------------------------------------------------------------
+
+    cpdef int64_t run(self, Op op) except -1:
+        """Run one round to its end.
+
+        Returns:
+            The time of the verdict, in ns: read after the last byte was read and the GIL was held
+            again.
+
+        Raises:
+            ClosedError: the client is closed, or was closed meanwhile.
+            RuntimeError: called from a finalizer in the middle of this thread's own parse.
+            BaseException: whatever a signal handler raised. The round is open then; its owner must
+                have it cleaned up.
+        """
+        cdef Waiter* w = NULL
+        cdef Fleet fleet = self.fleet
+        cdef int64_t now, until
+        cdef int rc
+        cdef bint first = True, drained = False
+        self._check()
+        self.mover.inside += 1
+        try:
+            now = self._freshen(clock_ns())
+            fleet.start(op, now)
+            self._post()
+            if op.ended:
+                return clock_ns()
+            w = self.mover.new_waiter(<void*> op)
+            while True:
+                until = min(op.limit_ns, now + TICK_NS)
+                if drained:
+                    until = now + SWEEP_NS
+                self._aim(w, op, first)
+                w.sweep = drained
+                with nogil:
+                    rc = self.mover.wait(w, until)
+                first = False
+                if rc == INTERRUPTED or rc == TIMEOUT:
+                    PyErr_CheckSignals()
+                if self.closed:
+                    raise ClosedError("the client was closed while the call waited")
+                now = clock_ns()
+                self._look(now)
+                if op.ended:
+                    break
+                if op.k > 1:
+                    fleet.refill(op, now)
+                    self._post()
+                    if op.ended:
+                        break
+                if now < op.limit_ns:
+                    drained = False
+                elif drained:
+                    fleet.expire(op, now)
+                    break
+                else:
+                    # Late; but first let everything be read that has arrived: a caller that was
+                    # stalled must not take it for the master's silence.
+                    drained = True
+            return clock_ns()
+        finally:
+            self.mover.inside -= 1
+            if w != NULL:
+                self.mover.end_waiter(w)
+            if op.hoping or op.k > 1:
+                fleet.finish(op)
+            self.active_ns = clock_ns()
+
+    cdef int _check(self) except -1:
+        if self.closed:
+            raise ClosedError("the client is closed")
+        if self.mover.parsing and self.parser == <unsigned long> PyThread_get_thread_ident():
+            raise RuntimeError("cannot use the client from within its own parsing of replies")
+        return self.mover.open_kick()
+
+    cpdef bint settle(self) except -1:
+        """Send what the links have to say, without waiting for answers (clean-ups).
+
+        Returns whether the driver has something to see to: news, or debts.
+        """
+        cdef Link link
+        cdef bint something = len(self.fleet.news) > 0
+        cdef int i
+        for i in range(self.n):
+            link = <Link> self.fleet.links[i]
+            if link.out.n:
+                self._post()
+                self.mover.push()
+                break
+        return something or self.fleet.owes()
+
+    cdef int64_t _freshen(self, int64_t now) except -1:
+        """Before a round: look at idle connections, judge, dial. Returns the time."""
+        cdef Waiter* w
+        if now - self.active_ns < IDLE_NS and not self.fleet.overdue(now):
+            return now
+        self.active_ns = now
+        # Drained before anyone is judged. (While another thread reads, it drains.)
+        w = self.mover.new_waiter(NULL)
+        w.sweep = True
+        try:
+            with nogil:
+                self.mover.wait(w, now + SWEEP_NS)
+        finally:
+            self.mover.end_waiter(w)
+        now = clock_ns()
+        self._look(now)
+        self.fleet.judge(now)
+        self._bury_down()
+        self._dial(now)
+        self._post()
+        return clock_ns()
+
+    cdef int _look(self, int64_t now) except -1:
+        """Parse what has arrived, for everyone; deal with events and timers."""
+        cdef uint32_t todo
+        while self.mover.parsing:
+            # Another thread lost the GIL inside hiredis: very rare.
+            if self.parser == <unsigned long> PyThread_get_thread_ident():
+                raise RuntimeError("cannot use the client from within its own parsing of replies")
+            with nogil:
+                sched_yield()
+        self.mover.parsing = True
+        self.parser = PyThread_get_thread_ident()
+        self.looks += 1
+        try:
+            todo = self.mover.collect()
+            if todo:
+                self._parse(todo, now)
+        finally:
+            self.mover.parsed()
+        self.fleet.now_ns = now
+        if self.fleet.next_ns() <= now:
+            self.fleet.judge(now)
+            self._bury_down()
+            self._dial(now)
+        self.fleet.serve(now)
+        self._post()
+        self._wake_decided()
+        return 0
+
+    cdef int _parse(self, uint32_t todo, int64_t now) except -1:
+        """Deal with what these chans have brought: bytes, ends, opened connections."""
+        cdef Replies replies = self.fleet.replies
+        cdef Link link
+        cdef Chan* c
+        cdef uint32_t left = todo
+        cdef int i
+        try:
+            replies.begin()
+            for i in range(self.n):
+                c = self.mover.chans[i]
+                if not todo >> i & 1 or c == NULL:
+                    continue
+                link = <Link> self.fleet.links[i]
+                if c.phase == OPENING:
+                    if c.event:
+                        self._opened(link, c, now)
+                elif c.taken.n:
+                    link.feed(c.taken.p, c.taken.n, c.heard_ns if c.heard_ns else now)
+                c.taken.n = 0
+            replies.parse()
+            for i in range(self.n):
+                c = self.mover.chans[i]
+                if not todo >> i & 1 or c == NULL:
+                    continue
+                link = <Link> self.fleet.links[i]
+                if link.lines:
+                    link.book_lines(c.heard_ns if c.heard_ns else now)
+                if c.event or c.phase != SERVING:
+                    self._events(link, c, now)
+                if link.state == DOWN:
+                    self.mover.bury(i, True)
+                    self.fleet.after_break(link)
+                left &= ~(<uint32_t> 1 << i)
+        finally:
+            # No memory, say: the bytes are gone, and with them the order of the replies.
+            for i in range(self.n):
+                if left >> i & 1 and self.mover.chans[i] != NULL:
+                    link = <Link> self.fleet.links[i]
+                    link.lines = 0
+                    self.fleet.broke(link, "PROTO", "cannot parse replies", now)
+                    self.mover.bury(i, True)
+        return 0
+
+    cdef int _events(self, Link link, Chan* c, int64_t now) except -1:
+        """A chan had an event, or its link is still greeting."""
+        cdef int err
+        pthread_mutex_lock(&self.mover.mu)
+        c.event = False
+        err = c.err
+        if link.state == READY:
+            c.phase = SERVING
+        pthread_mutex_unlock(&self.mover.mu)
+        if link.state != DOWN and err:
+            if err == END_OF_FILE:
+                link.broke("closed", "connection closed by the server", now)
+            else:
+                link.broke("closed", os.strerror(err), now)
+        return 0
+
+    cdef int _opened(self, Link link, Chan* c, int64_t now) except -1:
+        """The connect has come to an end."""
+        cdef int err = 0
+        cdef unsigned int size = sizeof(err)
+        if getsockopt(c.fd, SOL_SOCKET, SO_ERROR, &err, &size) != 0:
+            err = errno
+        if err:
+            link.broke("refused", os.strerror(err), now)
+            return 0
+        link.connected(now)
+        pthread_mutex_lock(&self.mover.mu)
+        c.phase = TALKING
+        pthread_mutex_unlock(&self.mover.mu)
+        return 0
+
+    cdef int _dial(self, int64_t now) except -1:
+        """Open connections to the masters that are due."""
+        cdef uint32_t due = self.fleet.due(now)
+        cdef int i
+        if not due:
+            return 0
+        for i in range(self.n):
+            if due >> i & 1:
+                self._dial_one(<Link> self.fleet.links[i], now)
+        return 0
+
+    cdef int _dial_one(self, Link link, int64_t now) except -1:
+        cdef object options = link.options
+        cdef int err
+        link.dialing(now, now + self.fleet.connect_ns)
+        try:
+            with socket.socket(
+                options.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+            ) as sock:
+                if options.family != socket.AF_UNIX:
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                err = sock.connect_ex(options.sockaddr)
+                if err and err != EINPROGRESS:
+                    raise OSError(err, os.strerror(err))
+                self.mover.open_chan(link.index, sock.fileno(), link.promised, err == 0)
+                sock.detach()
+        except (OSError, MemoryError) as exc:
+            text = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
+            self.fleet.broke(link, "refused", text, now)
+        return 0
+
+    cdef int _bury_down(self) except -1:
+        """Close what the fleet has given up."""
+        cdef int i
+        for i in range(self.n):
+            if self.mover.chans[i] != NULL and (<Link> self.fleet.links[i]).state == DOWN:
+                self.mover.bury(i, True)
+        return 0
+
+    cdef int _post(self) except -1:
+        """Take the links' bytes over, in their order."""
+        cdef Link link
+        cdef Chan* c
+        cdef int i
+        cdef int64_t timer = self.fleet.next_ns()
+        pthread_mutex_lock(&self.mover.mu)
+        for i in range(self.n):
+            link = <Link> self.fleet.links[i]
+            c = self.mover.chans[i]
+            if c == NULL:
+                continue
+            if link.out.n:
+                if c.pend.n == 0:
+                    c.pend, link.out = link.out, c.pend
+                elif buf_put(&c.pend, link.out.p, link.out.n) != 0:
+                    c.err = END_OF_FILE
+                    c.event = True
+                    self.mover.alert = True
+                link.out.n = 0
+                self.mover.pending = True
+            link.unsent = c.pend.n + c.fly.n - c.sent
+        if timer < self.mover.timer_ns and self.mover.polling:
+            self.mover.kick()
+        self.mover.timer_ns = timer
+        pthread_mutex_unlock(&self.mover.mu)
+        return 0
+
+    cdef int _wake_decided(self) except -1:
+        """Wake the threads whose rounds were decided, or changed, by this thread's look."""
+        cdef Waiter* w
+        cdef Waiter* after
+        cdef Waiter* woken = NULL
+        if self.mover.first == NULL:
+            return 0
+        pthread_mutex_lock(&self.mover.mu)
+        w = self.mover.first
+        while w != NULL:
+            after = w.next
+            if w.op != NULL and ((<Op> w.op).ended or (<Op> w.op).nudged):
+                w.poked = True
+                self.mover.unlink(w)
+                w.next = woken
+                woken = w
+            w = after
+        pthread_mutex_unlock(&self.mover.mu)
+        self.mover.wake(woken)
+        return 0
+
+    cdef void _aim(self, Waiter* w, Op op, bint first) noexcept:
+        """When is it worth to look? A quorum of answers first, then any further one."""
+        cdef Link link
+        cdef int i, marks = 0
+        cdef int64_t mark
+        cdef bint part = False
+        w.poked = False
+        op.nudged = False
+        for i in range(self.n):
+            mark = -1
+            if not (op.closed | op.hoping) >> i & 1 and op.asked >> i & 1:
+                if op.queued[i] >= op.k:
+                    if op.owed[i]:
+                        mark = op.end[i]
+                else:
+                    # A batch that has more to send, as answers come in.
+                    link = <Link> self.fleet.links[i]
+                    part = True
+                    mark = link.booked + 1
+                    if op.owed[i]:
+                        mark = min(op.end[i], link.booked + CHUNK)
+            w.mark[i] = mark
+            if mark >= 0:
+                marks += 1
+        if first and not part:
+            w.want = max(1, min(self.n // 2 + 1, marks))
+        else:
+            w.want = 1
+
+    # -- without a round, and the end --------------------------------------------------------------
+
+    def idle(self, int64_t timeout_ns):
+        """Without a round: move bytes, deal with what comes in, for `timeout_ns` at most."""
+        self._check()
+        self._idle(timeout_ns)
+
+    def last_call(self, int64_t timeout_ns):
+        """The same for a client that is being closed."""
+        self._idle(timeout_ns)
+
+    cdef int _idle(self, int64_t timeout_ns) except -1:
+        cdef int64_t now = clock_ns()
+        cdef Waiter* w
+        if self.mover.kick_fd < 0:
+            return 0
+        w = self.mover.new_waiter(NULL)
+        w.sweep = timeout_ns <= 0
+        w.mark[0] = NEVER
+        try:
+            self.fleet.judge(now)
+            self._bury_down()
+            self._dial(now)
+            self._post()
+            with nogil:
+                self.mover.wait(w, now + max(timeout_ns, SWEEP_NS if w.sweep else 0))
+        finally:
+            self.mover.end_waiter(w)
+        PyErr_CheckSignals()
+        self._look(clock_ns())
+        self.mover.push()
+        return 0
+
+    def shut(self):
+        """Refuse new rounds, and end the waiting ones with ClosedError."""
+        self.closed = True
+        self.mover.poke_all()
+
+    def tear_down(self):
+        """Close the connections, in good order: what was sent is delivered."""
+        cdef int i
+        for i in range(self.n):
+            self.mover.bury(i, False)
+
+    @property
+    def sends(self):
+        """System calls that sent something."""
+        return self.mover.sends
+
+    @property
+    def callers(self):
+        """Threads inside `run`."""
+        return self.mover.inside
+
+    def after_fork(self):
+        """In a forked child: start as new, and leave the parent's connections alone."""
+        self.mover.forget()
+        self.active_ns = 0
+        self.fleet.after_fork()
