@@ -8,6 +8,5 @@ cdef class Driver:
     cdef readonly Fleet fleet
     cdef readonly Pump pump
     cdef object _closed         # threading.Event: set by close(), wakes who sleeps
-    cdef object _janitor        # threading.Thread, while debts exist
 
     cpdef drive(self, object plan)

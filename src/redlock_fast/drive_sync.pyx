@@ -5,6 +5,7 @@ and its pump. While debts exist and nobody may come along to pay them, and only 
 thread (the janitor) looks after the connections.
 """
 
+import _thread
 import logging
 import threading
 
@@ -50,7 +51,6 @@ cdef class Driver:
         self.fleet = fleet
         self.pump = Pump(fleet)
         self._closed = threading.Event()
-        self._janitor = None
 
     cpdef drive(self, object plan):
         """Run a plan to its end; its result is ours, and so is what it raises.
@@ -103,21 +103,26 @@ cdef class Driver:
                 log.info("master %s answers again", address)
             else:
                 log.warning("master %s fails: %s%s", address, word, cause and f": {cause}")
-        if self.fleet.indebted and not self._closed.is_set():
-            janitor = self._janitor
-            if janitor is None or not janitor.is_alive():
-                janitor = threading.Thread(
-                    target=self._pay, name="redlock_fast-janitor", daemon=True
-                )
-                self._janitor = janitor
-                janitor.start()
+        if self.fleet.indebted and not self.pump.paying and not self._closed.is_set():
+            # A raw thread: Thread.start() waits, and a signal's exception could come in there.
+            self.pump.paying = True
+            try:
+                _thread.start_new_thread(self._pay, ())
+            except RuntimeError as exc:
+                self.pump.paying = False
+                log.warning("clean-ups wait for the next call: %s", exc)
 
     def _pay(self):
+        """The janitor: looks after the connections while debts exist."""
         try:
             while self.fleet.indebted and not self._closed.wait(_JANITOR_S):
                 self.pump.idle(0)
         except ClosedError:
             pass
+        except Exception:
+            log.exception("the janitor failed; clean-ups wait for the next call")
+        finally:
+            self.pump.paying = False
 
     def connect(self, limit_ns):
         """Open the connections; returns when each is ready or has failed, or after `limit_ns`."""

@@ -419,7 +419,7 @@ cdef class Fleet:
         cdef int i
         for i in range(self.n):
             link = <Link> self.links[i]
-            if link.unsent or link.debts:
+            if link.stuck or link.debts:
                 return True
         return False
 

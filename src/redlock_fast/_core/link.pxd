@@ -39,6 +39,7 @@ cdef class Link:
     cdef int64_t promised               # replies ever asked for
     cdef int64_t booked                 # replies ever dealt with; promised - booked are owed
     cdef public size_t unsent           # bytes taken away and not sent; told by whoever drives
+    cdef public bint stuck              # ... because the socket takes no more
     cdef readonly int64_t patience_ns   # master_timeout
     cdef int64_t quiet_ns               # since when it owes without a complete reply
     cdef readonly int64_t retry_ns      # no dialling (DOWN) and no SET (READY) before

@@ -13,6 +13,7 @@ class Link:
     state: int
     suspect: bool
     unsent: int
+    stuck: bool
     patience_ns: int
     retry_ns: int
     dial_limit_ns: int

@@ -421,6 +421,7 @@ cdef class Link:
         self.out.n = 0
         self.part.n = 0
         self.unsent = 0
+        self.stuck = False
         self.outcome = outcome
         self.cause = cause
         self.errors[outcome] = self.errors.get(outcome, 0) + 1
@@ -482,6 +483,7 @@ cdef class Link:
         self.failures = 0
         self.retry_ns = 0
         self.unsent = 0
+        self.stuck = False
         self.out.n = 0
         self.part.n = 0
         self.debts.clear()

@@ -15,6 +15,7 @@ cdef class Pump:
     cdef int n
     cdef unsigned long parser       # the thread that parses, while mover.parsing
     cdef int64_t active_ns          # when the sockets were last looked at
+    cdef public bint paying         # a thread of the driver's looks after debts
     cdef readonly int64_t looks
 
     cpdef int64_t run(self, Op op) except -1

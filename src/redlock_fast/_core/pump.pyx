@@ -10,8 +10,8 @@ what is rare: opens connections, tells the fleet the time, closes what the fleet
 Signal handlers run between waits, when this thread holds neither the mutex nor a role.
 """
 
+import _socket
 import os
-import socket
 import weakref
 
 cimport cython
@@ -23,11 +23,9 @@ from libc.stdint cimport int64_t, uint32_t
 from redlock_fast._core.fleet cimport CHUNK, Fleet
 from redlock_fast._core.io cimport (
     END_OF_FILE,
-    INTERRUPTED,
     OPENING,
     SERVING,
     TALKING,
-    TIMEOUT,
     Chan,
     Mover,
     Waiter,
@@ -99,7 +97,6 @@ cdef class Pump:
         cdef Waiter* w = NULL
         cdef Fleet fleet = self.fleet
         cdef int64_t now, until
-        cdef int rc
         cdef bint first = True, drained = False
         self._check()
         self.mover.inside += 1
@@ -117,14 +114,16 @@ cdef class Pump:
                 self._aim(w, op, first)
                 w.sweep = drained
                 with nogil:
-                    rc = self.mover.wait(w, until)
+                    self.mover.wait(w, until)
                 first = False
-                if rc == INTERRUPTED or rc == TIMEOUT:
-                    PyErr_CheckSignals()
                 if self.closed:
                     raise ClosedError("the client was closed while the call waited")
                 now = clock_ns()
                 self._look(now)
+                # As late as can be, and always: a signal that came while bytes were sent did not
+                # interrupt the poll, and what its handler raises has to come out here, where the
+                # round can be cleaned up, not after a lock was returned to nobody.
+                PyErr_CheckSignals()
                 if op.ended:
                     break
                 if op.k > 1:
@@ -310,24 +309,27 @@ cdef class Pump:
         return 0
 
     cdef int _dial_one(self, Link link, int64_t now) except -1:
+        # The C type, not socket.socket: no Python code runs here, so no signal handler can.
         cdef object options = link.options
         cdef int err
         link.dialing(now, now + self.fleet.connect_ns)
         try:
-            with socket.socket(
-                options.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-            ) as sock:
-                if options.family != socket.AF_UNIX:
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                err = sock.connect_ex(options.sockaddr)
-                if err and err != EINPROGRESS:
-                    raise OSError(err, os.strerror(err))
-                self.mover.open_chan(link.index, sock.fileno(), link.promised, err == 0)
-                sock.detach()
-        except (OSError, MemoryError) as exc:
+            sock = _socket.socket(
+                options.family, _socket.SOCK_STREAM | _socket.SOCK_NONBLOCK | _socket.SOCK_CLOEXEC
+            )
+            if options.family != _socket.AF_UNIX:
+                sock.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)
+                sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_KEEPALIVE, 1)
+            err = sock.connect_ex(options.sockaddr)
+            if err and err != EINPROGRESS:
+                raise OSError(err, os.strerror(err))
+            self.mover.open_chan(link.index, sock.fileno(), link.promised, err == 0)
+            sock.detach()
+        except BaseException as exc:
             text = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
             self.fleet.broke(link, "refused", text, now)
+            if not isinstance(exc, (OSError, MemoryError)):
+                raise
         return 0
 
     cdef int _bury_down(self) except -1:
@@ -360,6 +362,7 @@ cdef class Pump:
                 link.out.n = 0
                 self.mover.pending = True
             link.unsent = c.pend.n + c.fly.n - c.sent
+            link.stuck = c.stuck
         if timer < self.mover.timer_ns and self.mover.polling:
             self.mover.kick()
         self.mover.timer_ns = timer
@@ -474,4 +477,5 @@ cdef class Pump:
         """In a forked child: start as new, and leave the parent's connections alone."""
         self.mover.forget()
         self.active_ns = 0
+        self.paying = False
         self.fleet.after_fork()
