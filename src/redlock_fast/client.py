@@ -129,9 +129,12 @@ class Lock(plan.Hold):
         failure: LockLost | NoQuorum | None = None
         if self.process is not _process or self.state == plan.RELEASED:
             return
+        expired = now_ns() >= self.deadline_ns
         try:
             if self.state == plan.LOST or not self.release():
                 failure = self._lost(self.reason)
+            elif expired:
+                failure = self._lost("expired")
         except NoQuorum as error:
             failure = error
         if failure is None:
@@ -470,7 +473,7 @@ class Redlock:
         if lock.process is not _process or lock.state in (plan.RELEASED, plan.LOST):
             return False
         return self._driver.drive(
-            plan.look(self._fleet, plan.OWNED, lock.key, lock.secret, lock.reached)
+            plan.look(self._fleet, plan.OWNED, lock.key, lock.secret, lock.voters())
         )
 
     def adopt(self, resource: str | bytes, token: str | bytes, ttl: Milliseconds) -> Lock | None:

@@ -5,7 +5,6 @@ and its pump. While debts exist and nobody may come along to pay them, and only 
 thread (the janitor) looks after the connections.
 """
 
-import _thread
 import logging
 import threading
 
@@ -34,6 +33,8 @@ log = logging.getLogger("redlock_fast")
 _TICK_S = 0.1
 # The janitor looks so often; debts are paid at once when a connection is there.
 _JANITOR_S = 0.02
+# It stays so long after the last debt, or every single release would start a thread.
+_LINGER_S = 1.0
 
 # However many answers keep coming, closing takes no longer.
 cdef long long _CLOSE_NS = 5_000_000_000
@@ -104,19 +105,34 @@ cdef class Driver:
             else:
                 log.warning("master %s fails: %s%s", address, word, cause and f": {cause}")
         if self.fleet.indebted and not self.pump.paying and not self._closed.is_set():
-            # A raw thread: Thread.start() waits, and a signal's exception could come in there.
+            janitor = threading.Thread(target=self._pay, name="redlock_fast-janitor", daemon=True)
             self.pump.paying = True
             try:
-                _thread.start_new_thread(self._pay, ())
-            except RuntimeError as exc:
+                janitor.start()
+            except RuntimeError as exc:     # no more threads
                 self.pump.paying = False
                 log.warning("clean-ups wait for the next call: %s", exc)
+            except BaseException:           # of a signal handler, while start() waited
+                self.pump.paying = janitor.ident is not None
+                raise
 
     def _pay(self):
-        """The janitor: looks after the connections while debts exist."""
+        """The janitor: looks after the connections while deletions are not answered."""
+        pause = _JANITOR_S
+        quiet = 0.0
+        answers = -1
         try:
-            while self.fleet.indebted and not self._closed.wait(_JANITOR_S):
-                self.pump.idle(0)
+            while not self._closed.wait(pause):
+                if self.fleet.indebted:
+                    quiet = 0.0
+                    self.pump.idle(0)
+                else:
+                    quiet += pause
+                    if quiet >= _LINGER_S:
+                        break
+                # A master that hangs for long is not worth fifty looks a second.
+                pause = _JANITOR_S if self.fleet.answers != answers else min(2 * pause, 0.2)
+                answers = self.fleet.answers
         except ClosedError:
             pass
         except Exception:

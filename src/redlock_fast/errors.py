@@ -33,9 +33,10 @@ class Report(NamedTuple):
     Attributes:
         address: `host:port` or `unix:/path` of the master.
         outcome: one word. Answers: `granted`, `taken` (acquire); `ours`, `foreign`, `missing`
-            (extend, release, owned). No answer: `timeout`, `suspect`, `connecting`, `refused`,
-            `closed`, `busy` (too many replies owed), `unasked` (it never got the lock's SET).
-            Or the kind of error: `NOPERM`, `LOADING`, `CONFIG`, `PROTO`, ...
+            (extend, release, owned). No answer: `timeout` (in this round), `suspect` (silent since
+            before it), `connecting`, `refused`, `closed`, `busy` (owes too many replies),
+            `unanswered` (the round was decided without it), `unasked` (it never got the lock's
+            SET). Or the kind of error: `NOPERM`, `LOADING`, `CONFIG`, `PROTO`, ...
         cause: the text behind an error, else "".
         ms: from the start of the round to this answer, in milliseconds; None when none came.
     """

@@ -23,6 +23,8 @@ cdef class Hold:
     cdef public int64_t validity_ns
     cdef public int state
     cdef public str reason
+    cdef public Op origin
+    cdef public int item
     cdef public object resource
     cdef public object owner
     cdef public object process

@@ -101,6 +101,7 @@ class Hold:
         validity_ns: what was left until then when the lock was granted.
         state: HELD, RELEASED, UNCONFIRMED or LOST.
         reason: why it is LOST: "foreign" or "expired".
+        origin, item: the round and the item that it was granted by; None for an adopted lock.
         resource: the resource as the user named it (set by the facade, as the next three).
         owner: the client.
         process: stands for the process that took the lock.
@@ -116,6 +117,8 @@ class Hold:
     validity_ns: int
     state: int
     reason: str
+    origin: Op | None
+    item: int
     resource: str | bytes
     owner: Any
     process: Any
@@ -126,6 +129,16 @@ class Hold:
         self.resource = resource
         self.owner = owner
         self.process = process
+
+    def voters(self) -> int:
+        """Bits of the masters that may hold our key.
+
+        Not those that answered "taken": if one of them has our token all the same, it is the same
+        server as another one, and must not count twice.
+        """
+        if self.origin is None:
+            return self.reached
+        return self.reached & ~self.origin.refused(self.item)
 
     def lose(self, reason: str) -> None:
         """The lock is lost, for good."""
@@ -152,6 +165,8 @@ def _grant(
     hold.validity_ns = deadline_ns - now_ns
     hold.state = HELD
     hold.reason = ""
+    hold.origin = op if op.kind == ACQUIRE else None
+    hold.item = item
     return hold
 
 
@@ -235,7 +250,7 @@ def acquire_many(
     """
     lasting_ns = settings.lasting_ns(ttl_ms)
     pauses = _Pauses(settings, wait_ns)
-    grants: list[Hold | None] = [None] * len(keys)
+    grants: list[Any] = [None] * len(keys)
     owned: list[tuple[Op, list[int]]] = []  # what to clean up unless all ends well
     left = list(range(len(keys)))
     failed: Op | None = None
@@ -267,10 +282,12 @@ def acquire_many(
             if not left:
                 break
             pause = pauses.after(op.start_ns, now)
-            oldest = min((g.deadline_ns for g in grants if g is not None), default=None)
+            oldest = min((hold.deadline_ns for hold in grants if hold is not None), default=None)
             if pause < 0 or (oldest is not None and oldest - now - pause < lasting_ns // 2):
                 break
             yield pause
+        if failed is None and any(hold is not None and now >= hold.deadline_ns for hold in grants):
+            failed = owned[0][0]  # granted early, and the later rounds took too long
         done = failed is None
     finally:
         if not done:
@@ -411,7 +428,7 @@ def extend(
         if now >= hold.deadline_ns:
             expired.append(hold)
             continue
-        asked |= hold.reached
+        asked |= hold.voters()
         todo.append((i, hold, hold.deadline_ns))
         hold.deadline_ns = min(hold.deadline_ns, now + lasting_ns)
     _lose(fleet, expired, "expired")

@@ -38,6 +38,7 @@ cdef class Fleet:
     cdef int _encode(self, Op op, int first) except -1
     cdef int _forget(self, Op op) except -1
     cdef int _round_off(self, Op op) except -1
+    cdef int _part_with(self, Op op, uint32_t away, int64_t now) except -1
     cdef int _give_up(self, Op op, Link link) except -1
     cdef int after_break(self, Link link) except -1
     cpdef int count(self, int what) except -1

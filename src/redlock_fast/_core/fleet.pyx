@@ -62,7 +62,7 @@ cdef class Fleet:
     cpdef int start(self, Op op, int64_t now) except -1:
         """Begin a round: queue its first chunk wherever it may go."""
         cdef Link link
-        cdef uint32_t bit
+        cdef uint32_t bit, away = 0
         cdef int i, count
         self.now_ns = now
         op.start_ns = now
@@ -83,16 +83,36 @@ cdef class Fleet:
                     continue        # a batch, and it owes much: refill() sees to it
                 link.owe(op, 0, op.k)
                 op.queued[i] = op.k
+            op.hoping |= bit
             if link.retry_ns > op.limit_ns and (
                 link.state == DOWN or link.state == READY and op.kind == ACQUIRE
             ):
-                self._give_up(op, link)
-            else:
-                op.hoping |= bit
+                away |= bit
+        if away:
+            self._part_with(op, away, now)
         if op.hoping and not op.ended:
             self.hoping.append(op)
         if op.k > count:
             self.refill(op, now)
+        return 0
+
+    cdef int _part_with(self, Op op, uint32_t away, int64_t now) except -1:
+        """Masters in back-off for longer than this round: count them out.
+
+        Unless no quorum is possible without them: then those that were merely not there are
+        dialled now, if the last attempt was not just now; they may be back.
+        """
+        cdef Link link
+        cdef int i, others = 0
+        for i in range(self.n):
+            others += (op.asked & ~away) >> i & 1
+        for i in range(self.n):
+            if away >> i & 1:
+                link = <Link> self.links[i]
+                if others < self.n // 2 + 1 and link.may_redial(now):
+                    link.retry_ns = now
+                else:
+                    self._give_up(op, link)
         return 0
 
     cdef int _encode(self, Op op, int first) except -1:
@@ -207,14 +227,14 @@ cdef class Fleet:
             link = <Link> self.links[i]
             if not op.asked >> i & 1 or op.closed >> i & 1 or link.state != READY:
                 continue
-            if not 0 < op.queued[i] < op.k:
+            if op.queued[i] == op.k:
                 continue
             if op.kind == RELEASE:
                 link.owe(op, op.queued[i], op.k - op.queued[i])
                 op.queued[i] = op.k
                 link.pay(self.now_ns)
             elif (
-                op.kind == ACQUIRE and op.ended and not op.late
+                op.kind == ACQUIRE and op.ended and not op.late and op.queued[i] > 0
                 and op.k - op.queued[i] <= WINDOW and link.takes(op, self.now_ns)
             ):
                 while op.queued[i] < op.k:
@@ -232,7 +252,7 @@ cdef class Fleet:
                 continue
             link = <Link> self.links[i]
             if op.owed[i] or op.queued[i] < op.k and not op.hoping >> i & 1:
-                op.explain(i, "suspect" if link.suspect else "timeout", "no answer in time")
+                op.explain(i, "timeout", "no answer in time")
             elif op.hoping >> i & 1:
                 if link.state == DIALING or link.state == GREETING:
                     op.explain(i, "connecting", "the connection is not ready yet")
@@ -386,6 +406,7 @@ cdef class Fleet:
         cdef Link link
         cdef Op debt
         cdef int i
+        self._forget(op)
         if items is not None:
             keys = [keys[j] for j in items]
             tokens = [tokens[j] for j in items]
@@ -393,9 +414,9 @@ cdef class Fleet:
             asked = op.reached(min(items) if items else 0)
         if not keys or not asked:
             return
-        self._forget(op)
         debt = Op(RELEASE, self.n, keys, tokens, -1, asked)
         debt.ended = True
+        debt.start_ns = self.now_ns
         debt.lapse_ns = self.now_ns + op.ttl_ms * 1_000_000 + LAPSE_MARGIN_NS
         for i in range(self.n):
             if asked >> i & 1:
@@ -411,7 +432,7 @@ cdef class Fleet:
 
     @property
     def indebted(self):
-        """Is there a debt that waits for a connection, or bytes that wait for a socket?"""
+        """Is there a deletion that was not answered, or bytes that wait for a socket?"""
         return self.owes()
 
     cdef bint owes(self) noexcept:
@@ -419,7 +440,7 @@ cdef class Fleet:
         cdef int i
         for i in range(self.n):
             link = <Link> self.links[i]
-            if link.stuck or link.debts:
+            if link.stuck or link.unpaid or link.debts:
                 return True
         return False
 

@@ -98,6 +98,7 @@ cdef class Mover:
     cdef Waiter* new_waiter(self, void* op) except NULL
     cdef void end_waiter(self, Waiter* w) noexcept
     cdef void poke_all(self) noexcept
+    cdef void shut_kick(self) noexcept
     cdef void forget(self) noexcept
     # without the GIL and without the mutex
     cdef int wait(self, Waiter* w, int64_t until) noexcept nogil

@@ -177,6 +177,9 @@ cdef void _swallow(Chan* c, int64_t now) noexcept nogil:
         at = nl + 1
         if c.phase != SERVING:
             c.event = True
+    if c.tail == 0 and at < end and at[0] != c'+' and at[0] != c':' and at[0] != c'-' \
+            and at[0] != c'$':
+        c.event = True      # no line of ours starts so; it may never end
     c.tail += end - at
     if c.tail > MAX_TAIL:
         c.event = True
@@ -332,6 +335,14 @@ cdef class Mover:
             w.poked = True
             self.unlink(w)
             sem_post(&w.sem)
+        pthread_mutex_unlock(&self.mu)
+
+    cdef void shut_kick(self) noexcept:
+        """Close the eventfd, unless a reader still has it."""
+        pthread_mutex_lock(&self.mu)
+        if not self.polling and self.kick_fd >= 0:
+            close(self.kick_fd)
+            self.kick_fd = -1
         pthread_mutex_unlock(&self.mu)
 
     cdef void forget(self) noexcept:

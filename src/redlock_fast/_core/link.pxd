@@ -45,10 +45,12 @@ cdef class Link:
     cdef readonly int64_t retry_ns      # no dialling (DOWN) and no SET (READY) before
     cdef readonly int64_t dial_limit_ns     # DIALING, GREETING: when to give up
     cdef int failures                   # in a row
+    cdef int64_t failed_ns              # when the connection last failed
     cdef bint served                    # gave a usable reply on this connection
     cdef bint told                      # its trouble was put into the news
     cdef readonly str outcome           # of the last failure
     cdef readonly str cause
+    cdef int64_t unpaid                 # deletions sent and not answered
     cdef readonly object debts          # deque of (op, first item, count)
     cdef dict text_sent                 # script's hash -> `promised` when its text went out
     cdef object jitter                  # () -> [0, 1)
@@ -60,9 +62,11 @@ cdef class Link:
     cdef readonly dict errors
     cdef readonly int64_t took_ns       # the last reply's time since its round began; -1: none
 
+    cdef bint may_redial(self, int64_t now)
     cdef bint takes(self, Op op, int64_t now) noexcept
     cdef int queue(self, Op op, int item, int count, Buf* commands, int64_t now) except -1
     cdef int push(self, PyObject* op, int item, int k, int again) except -1
+    cdef int _append(self, Op op, int item, int count, Buf* commands) except -1
     cdef int owe(self, Op op, int item, int count) except -1
     cdef int pay(self, int64_t now) except -1
     cdef int dialing(self, int64_t now, int64_t limit) except -1

@@ -32,6 +32,8 @@ from redlock_fast._core.wire cimport (
     buf_free,
     buf_put,
     error_kind,
+    odd_start,
+    odd_text,
     put_command,
 )
 
@@ -61,8 +63,16 @@ cdef enum:
 _PASSING = frozenset(("LOADING", "BUSY", "TRYAGAIN", "MASTERDOWN", "CLUSTERDOWN"))
 # The connection is of no use any more: another one may lead elsewhere, or start with AUTH.
 _PARTING = frozenset(("READONLY", "NOAUTH", "MAXCLIENTS", "DENIED"))
+# Answers of a cluster's nodes.
+_CLUSTER = frozenset(("MOVED", "ASK", "CROSSSLOT"))
+# Nobody was there, as far as can be seen.
+_AWAY = frozenset(("refused", "closed", "timeout"))
 # Somebody has to act.
 _CONFIG = frozenset(("NOAUTH", "WRONGPASS", "DENIED", "NOPERM"))
+
+
+cdef str _masked(str text, bytes secret):
+    return text.replace(secret.decode("utf-8", "replace"), "***") if secret else text
 
 
 @cython.final
@@ -105,6 +115,17 @@ cdef class Link:
         self.head += 1
         if op != NULL:
             Py_DECREF(<object> op)
+
+    cdef bint may_redial(self, int64_t now):
+        """Is it worth to dial in the middle of the back-off?
+
+        Not when somebody has to act, or when the server was there and refused to work.
+        """
+        return (
+            self.state == DOWN
+            and now - self.failed_ns >= <int64_t> rules.BACKOFF_FIRST_NS
+            and self.outcome in _AWAY
+        )
 
     # -- commands ------------------------------------------------------------------------------
 
@@ -159,17 +180,37 @@ cdef class Link:
 
     cdef int queue(self, Op op, int item, int count, Buf* commands, int64_t now) except -1:
         """Queue the commands of `count` items from `item`, whose bytes are in `commands`."""
+        cdef Buf own = Buf(NULL, 0, 0)
+        cdef int j
+        if op.script is not None and op.script.sha not in self.text_sent:
+            # The first use of a script on a connection brings its text along: asking by hash first
+            # could let later commands overtake what has to be asked again after NOSCRIPT.
+            self.text_sent[op.script.sha] = self.promised
+            try:
+                for j in range(item, item + count):
+                    op.put(&own, j, j == item)
+                self._append(op, item, count, &own)
+            finally:
+                buf_free(&own)
+        else:
+            self._append(op, item, count, commands)
+        if op.kind == RELEASE:
+            self.unpaid += count
+        if self.promised == self.booked:
+            self.quiet_ns = now
+        self.promised += count
+        # (A debt is paid in pieces, of an op that counts as queued as a whole.)
+        op.queued[self.index] = max(op.queued[self.index], item + count)
+        op.owed[self.index] += count
+        op.end[self.index] = self.promised
+        return 0
+
+    cdef int _append(self, Op op, int item, int count, Buf* commands) except -1:
         self.push(<PyObject*> op, item, count, 0)
         if buf_put(&self.out, commands.p, commands.n) != 0:
             self.tail -= 1
             Py_DECREF(op)
             raise MemoryError("no memory for a command")
-        if self.promised == self.booked:
-            self.quiet_ns = now
-        self.promised += count
-        op.queued[self.index] = item + count
-        op.owed[self.index] += count
-        op.end[self.index] = self.promised
         return 0
 
     cdef int owe(self, Op op, int item, int count) except -1:
@@ -246,6 +287,9 @@ cdef class Link:
         if reply == ERROR:
             text = self.replies.text
             kind = error_kind(text)
+            # Some servers repeat what they were sent.
+            if self.options.password is not None:
+                text = _masked(text, self.options.password.reveal())
             if kind in _PASSING or kind == "MAXCLIENTS":
                 self.broke(kind, text, now)
                 return 0
@@ -288,6 +332,13 @@ cdef class Link:
         if n - whole > MAX_PART:
             self.broke("PROTO", "a line longer than 64 KiB", now)
             return 0
+        if whole == 0 and n > 0 and self.promised == self.booked:
+            self.broke("PROTO", "a reply that nobody asked for", now)
+            return 0
+        if whole < n and odd_start(p + whole, n - whole):
+            # Not worth waiting for the end of this line; a TLS alert, say, has none.
+            self.broke("PROTO", odd_text(p + whole, n - whole), now)
+            return 0
         if whole:
             self.lines = self.replies.add(p, whole)
             if self.lines < 0:
@@ -319,6 +370,8 @@ cdef class Link:
                 return 0
         self.quiet_ns = now
         self.suspect = False
+        if self.part.n and self.promised == self.booked:
+            self.broke("PROTO", "a reply that nobody asked for", now)
         return 0
 
     cdef int book(self, Reply reply, int64_t now) except -1:
@@ -352,6 +405,8 @@ cdef class Link:
                 return 0
         t.done += 1
         op.owed[i] -= 1
+        if op.kind == RELEASE:
+            self.unpaid -= 1
         if t.done == t.k:
             self._drop_head()
         self.took_ns = now - op.start_ns
@@ -391,8 +446,15 @@ cdef class Link:
             op.owed[self.index] += 1
             op.end[self.index] = self.promised
             op.nudged = True
+            if op.kind == RELEASE:
+                self.unpaid += 1
             return 1
         self.errors[kind] = self.errors.get(kind, 0) + 1
+        if len(<bytes> op.tokens[item]) == 40:
+            text = _masked(text, op.tokens[item])
+        if kind in _CLUSTER:
+            kind = "CONFIG"
+            text = f"the server is in cluster mode, which is not for independent masters: {text}"
         self.outcome = kind
         self.cause = text
         op.explain(self.index, kind, text)
@@ -420,8 +482,10 @@ cdef class Link:
         self.suspect = False
         self.out.n = 0
         self.part.n = 0
+        self.unpaid = 0
         self.unsent = 0
         self.stuck = False
+        self.failed_ns = now
         self.outcome = outcome
         self.cause = cause
         self.errors[outcome] = self.errors.get(outcome, 0) + 1
@@ -484,6 +548,7 @@ cdef class Link:
         self.retry_ns = 0
         self.unsent = 0
         self.stuck = False
+        self.unpaid = 0
         self.out.n = 0
         self.part.n = 0
         self.debts.clear()

@@ -58,6 +58,8 @@ cdef class Op:
     cdef uint8_t* failed
     cdef uint8_t* word              # rules' verdict
     cdef uint8_t small[4]           # the block of a single item
+    cdef uint32_t* nils             # bits of the masters that said "taken"
+    cdef uint32_t small_nil
     cdef int undecided
     cdef bint nudged                # something changed that its waiter should know
     cdef int64_t lapse_ns           # a debt that is older than this is void: the key has expired
@@ -71,3 +73,4 @@ cdef class Op:
     cdef void expire(self) noexcept
     cdef void close(self, int master) noexcept
     cpdef int verdict(self, int item=*) except -1
+    cpdef uint32_t refused(self, int item=*) except? 0xFFFFFFFF

@@ -50,9 +50,14 @@ cdef class Op:
         self.asked = asked & ((<uint32_t> 1 << n) - 1 if n < 32 else 0xFFFFFFFF)
         self.undecided = self.k
         block = self.small
+        self.nils = &self.small_nil
         if self.k > 1:
             block = <uint8_t*> calloc(self.k, 4)
-            if block == NULL:
+            self.nils = <uint32_t*> calloc(self.k, sizeof(uint32_t))
+            if block == NULL or self.nils == NULL:
+                free(block)
+                free(self.nils)
+                self.k = 0
                 raise MemoryError("no memory for a round")
         self.yes = block
         self.no = block + self.k
@@ -73,6 +78,7 @@ cdef class Op:
     def __dealloc__(self):
         if self.k > 1:
             free(self.yes)
+            free(self.nils)
 
     cdef int put(self, Buf* b, int item, bint full) except -1:
         """Append the command of one item; `full`: with the script's text instead of its hash."""
@@ -99,7 +105,9 @@ cdef class Op:
         return NO
 
     cdef void say(self, int master, Reply reply, int64_t value) noexcept:
-        """Note the outcome word of a usable reply."""
+        """Note the outcome word of a usable reply; of many items, the trouble of one is told."""
+        if self.k > 1 and self.outcome[master] == TROUBLE:
+            return
         if self.kind == ACQUIRE:
             self.outcome[master] = GRANTED if reply == OK else TAKEN
         elif value == 1:
@@ -114,6 +122,7 @@ cdef class Op:
             self.yes[item] += 1
         elif vote == NO:
             self.no[item] += 1
+            self.nils[item] |= <uint32_t> 1 << master
         else:
             self.failed[item] += 1
         if now:
@@ -184,6 +193,12 @@ cdef class Op:
             if self.queued[i] > item:
                 bits |= <uint32_t> 1 << i
         return bits
+
+    cpdef uint32_t refused(self, int item=0) except? 0xFFFFFFFF:
+        """Bits of the masters that answered "taken" (or "not ours") on this item, so far."""
+        if not 0 <= item < self.k:
+            raise IndexError(item)
+        return self.nils[item]
 
     def votes(self, int item=0):
         """(yes, no, failed) counted so far on one item."""

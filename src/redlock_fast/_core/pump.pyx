@@ -33,7 +33,7 @@ from redlock_fast._core.io cimport (
     pthread_mutex_lock,
     pthread_mutex_unlock,
 )
-from redlock_fast._core.link cimport DOWN, READY, Link
+from redlock_fast._core.link cimport DIALING, DOWN, READY, Link
 from redlock_fast._core.op cimport Op
 from redlock_fast._core.wire cimport Replies, buf_put
 
@@ -170,7 +170,7 @@ cdef class Pump:
                 self._post()
                 self.mover.push()
                 break
-        return something or self.fleet.owes()
+        return something or (not self.paying and self.fleet.owes())
 
     cdef int64_t _freshen(self, int64_t now) except -1:
         """Before a round: look at idle connections, judge, dial. Returns the time."""
@@ -304,13 +304,15 @@ cdef class Pump:
         if not due:
             return 0
         for i in range(self.n):
-            if due >> i & 1:
+            # A connect gives the GIL up, so another thread may have been here meanwhile.
+            if due >> i & 1 and (<Link> self.fleet.links[i]).state == DOWN:
                 self._dial_one(<Link> self.fleet.links[i], now)
         return 0
 
     cdef int _dial_one(self, Link link, int64_t now) except -1:
         # The C type, not socket.socket: no Python code runs here, so no signal handler can.
         cdef object options = link.options
+        cdef object sock = None
         cdef int err
         link.dialing(now, now + self.fleet.connect_ns)
         try:
@@ -323,9 +325,14 @@ cdef class Pump:
             err = sock.connect_ex(options.sockaddr)
             if err and err != EINPROGRESS:
                 raise OSError(err, os.strerror(err))
+            if self.closed or link.state != DIALING or self.mover.chans[link.index] != NULL:
+                sock.close()    # given up meanwhile
+                return 0
             self.mover.open_chan(link.index, sock.fileno(), link.promised, err == 0)
             sock.detach()
         except BaseException as exc:
+            if sock is not None:
+                sock.close()
             text = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
             self.fleet.broke(link, "refused", text, now)
             if not isinstance(exc, (OSError, MemoryError)):
@@ -462,6 +469,7 @@ cdef class Pump:
         cdef int i
         for i in range(self.n):
             self.mover.bury(i, False)
+        self.mover.shut_kick()
 
     @property
     def sends(self):

@@ -20,6 +20,8 @@ cdef int put_script(
 cdef int put_command(Buf* b, tuple words) except -1
 
 cpdef str error_kind(str text)
+cdef bint odd_start(const char* p, size_t n) noexcept
+cdef str odd_text(const char* p, size_t n)
 
 
 # What one reply is, type before value. ODD: none of what a lock client may be told.

@@ -174,6 +174,10 @@ cpdef str error_kind(str text):
         return first
     if "max number of clients" in text:
         return "MAXCLIENTS"
+    if "running script" in text:
+        for word in text.split():
+            if word.lstrip("-") in _KINDS:
+                return word.lstrip("-")
     if "invalid password" in text or "no password is set" in text:
         return "WRONGPASS"
     return "ERR"
@@ -228,12 +232,8 @@ cdef class Replies:
             if nl == NULL or nl - at >= MAX_LINE:
                 self.text = "a line longer than 64 KiB"
                 return -2
-            if at[0] == c'$':
-                if at[1] != c'-':
-                    self.text = "a bulk string where a lock client expects none"
-                    return -2
-            elif at[0] != c'+' and at[0] != c':' and at[0] != c'-':
-                self.text = _odd_start(at, nl - at)
+            if odd_start(at, nl - at):
+                self.text = odd_text(at, nl - at)
                 return -2
             lines += 1
             at = nl + 1
@@ -327,7 +327,11 @@ cdef class Replies:
 
 
 cdef str _printable(str text):
-    """Text of a server, fit for messages and logs: one line, no control characters, bounded."""
+    """Text of a server, fit for messages and logs: one line, no control characters, bounded.
+
+    Without the arguments that it repeats of a command it does not know.
+    """
+    text = text.partition(", with args beginning with")[0]
     if len(text) > 200:
         text = text[:200] + "..."
     if text.isprintable():
@@ -335,13 +339,28 @@ cdef str _printable(str text):
     return "".join([c if c.isprintable() else ascii(c)[1:-1] for c in text])
 
 
-cdef str _odd_start(const char* p, size_t n):
-    cdef bytes head = p[:min(n, 40)]
-    if head[0] == 0x15:
+cdef bint odd_start(const char* p, size_t n) noexcept:
+    """Can a line that starts so be none of the replies a lock client expects?
+
+    `n` is what is there of the line, its end not included.
+    """
+    if n == 0:
+        return True
+    if p[0] == c'$':
+        return n > 1 and p[1] != c'-'
+    return p[0] != c'+' and p[0] != c':' and p[0] != c'-'
+
+
+cdef str odd_text(const char* p, size_t n):
+    """What to say of such a line."""
+    cdef bytes head = p[:40] if n > 40 else p[:<Py_ssize_t> n]
+    if head[:1] == b"\x15":
         return "the answer is a TLS record: the port speaks TLS"
+    if head[:1] == b"$":
+        return "a bulk string where a lock client expects none"
     if head.startswith((b"HTTP/", b"<")):
         return "the answer is HTTP: not a Redis port"
-    if head[:1] in (b"*", b">", b"%", b"~", b"|", b"_", b"#", b",", b"(", b"="):
+    if head and head[:1] in (b"*", b">", b"%", b"~", b"|", b"_", b"#", b",", b"(", b"="):
         return f"an unexpected type of reply, {chr(head[0])!r}"
     return f"not a Redis reply: {head!r}"
 
