@@ -102,6 +102,8 @@ cdef class Driver:
         for address, word, cause in news:
             if word == "well":
                 log.info("master %s answers again", address)
+            elif word == "akin":
+                log.warning("master %s %s", address, cause)
             else:
                 log.warning("master %s fails: %s%s", address, word, cause and f": {cause}")
         if self.fleet.indebted and not self.pump.paying and not self._closed.is_set():

@@ -14,6 +14,9 @@ cdef enum:
 cdef class Fleet:
     cdef readonly int n
     cdef readonly list links
+    cdef readonly list rivals       # per master: a second connection beside a suspect one, or None
+    cdef readonly int slots         # n; or 2 n while there is a rival, whose slot is n + its index
+    cdef object jitter
     cdef readonly list news         # (address, word, cause), for the log; the driver empties it
     cdef readonly int64_t patience_ns
     cdef readonly int64_t connect_ns
@@ -30,7 +33,11 @@ cdef class Fleet:
     cpdef int expire(self, Op op, int64_t now) except -1
     cdef bint overdue(self, int64_t now) noexcept
     cpdef int judge(self, int64_t now) except -1
-    cpdef uint32_t due(self, int64_t now) except? 0xFFFFFFFF
+    cpdef uint64_t due(self, int64_t now) except? 0xFFFFFFFFFFFFFFFF
+    cdef Link at(self, int slot)
+    cdef int drop_rival(self, int i) except -1
+    cdef int promote(self, int i, int64_t now) except -1
+    cdef int _kin(self, Link link, int64_t now) except -1
     cpdef int64_t next_ns(self) noexcept
     cpdef int broke(self, Link link, str outcome, str cause, int64_t now) except -1
     cdef bint owes(self) noexcept

@@ -11,6 +11,8 @@ COUNTERS: tuple[str, ...]
 class Fleet:
     n: int
     links: list[Link]
+    rivals: list[Link | None]
+    slots: int
     news: list[tuple[str, str, str]]
     patience_ns: int
     connect_ns: int

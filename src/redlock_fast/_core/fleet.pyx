@@ -6,7 +6,7 @@ drives moves the links' bytes, tells what became of connections, and asks in bet
 
     serve(now)   after anything came in: debts, hopes, failures of links
     refill(op)   the next chunks of a batch
-    due(now)     which masters are to be dialled now
+    due(now)     which slots are to be dialled now
     next_ns()    when to ask again, even if nothing comes in
 
 Never: system calls, clocks, waiting. All under the GIL.
@@ -49,6 +49,9 @@ cdef class Fleet:
         self.replies = Replies()
         self.news = []
         self.hoping = []
+        self.jitter = jitter
+        self.rivals = [None] * self.n
+        self.slots = self.n
         self.links = [
             Link(i, options, self.replies, patience_ns, jitter, self.news)
             for i, options in enumerate(masters)
@@ -182,6 +185,9 @@ cdef class Fleet:
         self.now_ns = now
         for i in range(self.n):
             link = <Link> self.links[i]
+            if link.fresh:
+                link.fresh = False
+                self._kin(link, now)
             if link.state == READY and link.debts and now >= link.retry_ns:
                 link.pay(now)
         if not self.hoping:
@@ -271,8 +277,10 @@ cdef class Fleet:
         """Would `judge` find anybody? Only to be asked after the sockets were drained."""
         cdef Link link
         cdef int i
-        for i in range(self.n):
-            link = <Link> self.links[i]
+        for i in range(self.slots):
+            link = self.at(i)
+            if link is None:
+                continue
             if link.state == READY:
                 if not link.suspect and link.promised != link.booked \
                         and now - link.quiet_ns >= self.patience_ns:
@@ -287,42 +295,91 @@ cdef class Fleet:
     cpdef int judge(self, int64_t now) except -1:
         """Mark who is suspect; give up on connections that take too long or owe too much.
 
+        Beside a suspect connection a second one is tried; whichever answers first carries on.
+
         The caller has drained the sockets: a stalled caller is not the master's fault.
         """
         cdef Link link
         cdef int i
         self.now_ns = now
-        for i in range(self.n):
-            link = <Link> self.links[i]
+        for i in range(self.slots):
+            link = self.at(i)
+            if link is None:
+                continue
             if link.state == READY:
                 if link.promised - link.booked > 2 * MAX_OWED or link.unsent > 2 * MAX_UNSENT:
                     self.broke(link, "busy", "owes too many replies", now)
                 elif link.promised != link.booked and now - link.quiet_ns >= self.patience_ns:
                     link.suspect = True
+                    if self.rivals[i] is None:
+                        self.rivals[i] = Link(
+                            i, link.options, self.replies, self.patience_ns, self.jitter, None
+                        )
+                        self.slots = 2 * self.n
             elif link.state != DOWN and now >= link.dial_limit_ns:
                 what = "connect" if link.state == DIALING else "handshake"
                 self.broke(link, "timeout", f"the {what} took longer than "
                            f"{self.connect_ns // 1_000_000} ms", now)
         return 0
 
-    cpdef uint32_t due(self, int64_t now) except? 0xFFFFFFFF:
-        """Bits of the masters to be dialled now."""
+    cdef Link at(self, int slot):
+        """The link of a slot: a master's, or its rival (None: there is none)."""
+        return <Link> self.links[slot] if slot < self.n else self.rivals[slot - self.n]
+
+    cpdef uint64_t due(self, int64_t now) except? 0xFFFFFFFFFFFFFFFF:
+        """Bits of the slots to be dialled now."""
         cdef Link link
-        cdef uint32_t bits = 0
+        cdef uint64_t bits = 0
         cdef int i
-        for i in range(self.n):
-            link = <Link> self.links[i]
-            if link.state == DOWN and now >= link.retry_ns:
-                bits |= <uint32_t> 1 << i
+        for i in range(self.slots):
+            link = self.at(i)
+            if link is not None and link.state == DOWN and now >= link.retry_ns:
+                bits |= <uint64_t> 1 << i
         return bits
+
+    cdef int drop_rival(self, int i) except -1:
+        """No second connection any more."""
+        self.rivals[i] = None
+        if not any(self.rivals):
+            self.slots = self.n
+        return 0
+
+    cdef int promote(self, int i, int64_t now) except -1:
+        """The second connection answered first: it carries on."""
+        cdef Link old = <Link> self.links[i]
+        cdef Link new = <Link> self.rivals[i]
+        if old.state != DOWN:
+            old.broke("suspect", "silent; another connection to it answered first", now)
+        self.links[i] = new
+        self.drop_rival(i)
+        return new.succeed(old, now)
+
+    cdef int _kin(self, Link link, int64_t now) except -1:
+        """A link has become ready: is it a server that is here already, under another address?"""
+        cdef Link other
+        for other in self.links:
+            if other is link or other.state != READY or not link.run_id:
+                continue
+            if other.run_id != link.run_id:
+                continue
+            text = f"is the same server as {other.address}"
+            if other.options.db == link.options.db:
+                # Never two votes.
+                return self.broke(link, "CONFIG", text, now)
+            if not link.akin:
+                link.akin = other.akin = True
+                self.news.append((link.options.address, "akin", text + ", another db of it"))
+        return 0
 
     cpdef int64_t next_ns(self) noexcept:
         """When something falls due by time alone."""
         cdef Link link
         cdef int64_t at = NEVER
         cdef int i
-        for i in range(self.n):
-            link = <Link> self.links[i]
+        for i in range(self.slots):
+            link = self.at(i)
+            if link is None:
+                continue
             if link.state == READY:
                 if link.retry_ns > self.now_ns and (link.debts or self.hoping):
                     at = min(at, link.retry_ns)
@@ -340,6 +397,8 @@ cdef class Fleet:
 
     cdef int after_break(self, Link link) except -1:
         cdef Op op
+        if self.links[link.index] is not link:
+            return 0        # a rival: the master's own connection is still there
         for op in self.hoping[:]:
             if op.hoping >> link.index & 1:
                 self._give_up(op, link)
@@ -348,6 +407,8 @@ cdef class Fleet:
     cdef int after_fork(self) except -1:
         cdef Link link
         self.hoping = []
+        self.rivals = [None] * self.n
+        self.slots = self.n
         self.news.clear()
         self.replies._renew()
         for link in self.links:

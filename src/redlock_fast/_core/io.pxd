@@ -1,6 +1,6 @@
 # Moving bytes and waiting, without the GIL. See io.pyx for the contract.
 
-from libc.stdint cimport int64_t, uint32_t
+from libc.stdint cimport int64_t, uint64_t
 
 from redlock_fast._core.op cimport MAX_MASTERS
 from redlock_fast._core.wire cimport Buf
@@ -16,6 +16,7 @@ cdef extern from "<semaphore.h>" nogil:
         pass
 
 cdef enum:
+    MAX_CHANS = 2 * MAX_MASTERS
     END_OF_FILE = -1            # in Chan.err
 
 # Why a wait ended.
@@ -72,7 +73,8 @@ cdef int64_t clock_ns() noexcept nogil
 cdef class Mover:
     cdef int n
     cdef pthread_mutex_t mu
-    cdef Chan* chans[MAX_MASTERS]
+    cdef int slots              # chans in use: n, or 2 n while second connections are tried
+    cdef Chan* chans[MAX_CHANS]
     cdef Chan* graves
     cdef int kick_fd            # an eventfd: wakes the reader out of its poll
     cdef bint pending           # some chan has bytes to send
@@ -92,7 +94,8 @@ cdef class Mover:
     cdef int open_kick(self) except -1
     cdef int open_chan(self, int i, int fd, int64_t lines, bint opened) except -1
     cdef void bury(self, int i, bint abort) noexcept
-    cdef uint32_t collect(self) noexcept
+    cdef uint64_t collect(self) noexcept
+    cdef void move_chan(self, int source, int target, int64_t lines) noexcept
     cdef void parsed(self) noexcept
     cdef void push(self) noexcept
     cdef Waiter* new_waiter(self, void* op) except NULL

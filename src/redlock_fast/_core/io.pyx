@@ -1,3 +1,4 @@
+# cython: linetrace=False
 """Moving bytes and waiting: the only code that runs without the GIL.
 
 A `Mover` has the sockets of one client's masters, buffers on both sides of them, and the threads
@@ -17,9 +18,8 @@ leaves `wait` with the reading role. (Lines are not traced here: a trace functio
 """
 
 import os
-cimport cython
 from libc.errno cimport EAGAIN, EINTR, errno
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memchr, memset
 from posix.time cimport timespec
@@ -191,7 +191,7 @@ cdef class Mover:
     """The sockets of `n` masters, and who waits for them."""
 
     def __cinit__(self, int n):
-        self.n = n
+        self.n = self.slots = n
         self.kick_fd = -1
         self.timer_ns = NEVER
         pthread_mutex_init(&self.mu, NULL)
@@ -199,7 +199,7 @@ cdef class Mover:
     def __dealloc__(self):
         cdef int i
         cdef Waiter* w
-        for i in range(MAX_MASTERS):
+        for i in range(MAX_CHANS):
             if self.chans[i] != NULL:
                 _free_chan(self.chans[i])
         self._reap()
@@ -260,17 +260,26 @@ cdef class Mover:
         self._reap()
         pthread_mutex_unlock(&self.mu)
 
-    cdef uint32_t collect(self) noexcept:
+    cdef void move_chan(self, int source, int target, int64_t lines) noexcept:
+        """Let a connection take another's slot, which must be free."""
+        pthread_mutex_lock(&self.mu)
+        self.chans[target] = self.chans[source]
+        self.chans[source] = NULL
+        if self.chans[target] != NULL:
+            self.chans[target].lines = lines
+        pthread_mutex_unlock(&self.mu)
+
+    cdef uint64_t collect(self) noexcept:
         """Take away what has arrived: bits of the chans with bytes in `taken`, or an event."""
         cdef Chan* c
         cdef int i
-        cdef uint32_t bits = 0
+        cdef uint64_t bits = 0
         pthread_mutex_lock(&self.mu)
         self.alert = False
-        for i in range(self.n):
+        for i in range(self.slots):
             c = self.chans[i]
             if c != NULL and (c.event or c.inb.n):
-                bits |= <uint32_t> 1 << i
+                bits |= <uint64_t> 1 << i
                 c.taken, c.inb = c.inb, c.taken
         pthread_mutex_unlock(&self.mu)
         return bits
@@ -354,7 +363,7 @@ cdef class Mover:
         cdef int i
         memset(&self.mu, 0, sizeof(self.mu))
         pthread_mutex_init(&self.mu, NULL)
-        for i in range(self.n):
+        for i in range(MAX_CHANS):
             if self.chans[i] != NULL:
                 close(self.chans[i].fd)
                 self.chans[i] = NULL
@@ -379,7 +388,6 @@ cdef class Mover:
     # -- waiting, without the GIL ----------------------------------------------------------------
     # Every method from here on is entered and left with the mutex held, but for `wait`.
 
-    @cython.linetrace(False)
     cdef int wait(self, Waiter* w, int64_t until) noexcept nogil:
         """Send, then wait until enough has arrived for `w`, or `until`, or the GIL has to look."""
         cdef bint lead = False
@@ -428,7 +436,6 @@ cdef class Mover:
         pthread_mutex_unlock(&self.mu)
         return rc
 
-    @cython.linetrace(False)
     cdef bint _satisfied(self, Waiter* w) noexcept nogil:
         cdef int i
         cdef int have = 0
@@ -439,11 +446,10 @@ cdef class Mover:
                 have += 1
         return have >= w.want
 
-    @cython.linetrace(False)
     cdef int _read_once(self, Waiter* w, int64_t until) noexcept nogil:
         """Poll all connections once and read what is there. The caller has the reading role."""
-        cdef pollfd fds[MAX_MASTERS + 1]
-        cdef Chan* live[MAX_MASTERS]
+        cdef pollfd fds[MAX_CHANS + 1]
+        cdef Chan* live[MAX_CHANS]
         cdef Chan* c
         cdef Waiter* follower
         cdef Waiter* after
@@ -453,7 +459,7 @@ cdef class Mover:
         cdef uint64_t word
         cdef int i, ready, err, count = 0
         cdef bint full = False, again = False
-        for i in range(self.n):
+        for i in range(self.slots):
             c = self.chans[i]
             if c == NULL or c.event:
                 continue
@@ -552,11 +558,10 @@ cdef class Mover:
                 return ALERT
         return WOKEN
 
-    @cython.linetrace(False)
     cdef void _flush(self) noexcept nogil:
         """Group commit: send for everyone, unless somebody does already."""
-        cdef Chan* live[MAX_MASTERS]
-        cdef int errs[MAX_MASTERS]
+        cdef Chan* live[MAX_CHANS]
+        cdef int errs[MAX_CHANS]
         cdef Chan* c
         cdef ssize_t sent
         cdef int i, count
@@ -571,7 +576,7 @@ cdef class Mover:
                 pthread_mutex_lock(&self.mu)
             self.pending = False
             count = 0
-            for i in range(self.n):
+            for i in range(self.slots):
                 c = self.chans[i]
                 if c == NULL or c.stuck or c.err or c.phase == OPENING:
                     continue
@@ -618,7 +623,6 @@ cdef class Mover:
                 c = c.next
             self._reap()
 
-    @cython.linetrace(False)
     cdef void _step_down(self) noexcept nogil:
         """Hand the reading role on, if anybody waits."""
         cdef Waiter* heir = self.first
@@ -629,7 +633,6 @@ cdef class Mover:
         heir.promoted = True
         sem_post(&heir.sem)
 
-    @cython.linetrace(False)
     cdef void _reap(self) noexcept nogil:
         """Close and free the dead that no reader, flusher or parser can have any more."""
         cdef Chan** at = &self.graves
@@ -642,12 +645,10 @@ cdef class Mover:
                 at[0] = c.next
                 _free_chan(c)
 
-    @cython.linetrace(False)
     cdef void kick(self) noexcept nogil:
         cdef uint64_t one = 1
         write(self.kick_fd, &one, 8)
 
-    @cython.linetrace(False)
     cdef void _link(self, Waiter* w) noexcept nogil:
         w.linked = True
         w.next = NULL
@@ -658,7 +659,6 @@ cdef class Mover:
             self.last.next = w
         self.last = w
 
-    @cython.linetrace(False)
     cdef void unlink(self, Waiter* w) noexcept nogil:
         w.linked = False
         if w.prev == NULL:

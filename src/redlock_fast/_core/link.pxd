@@ -46,7 +46,9 @@ cdef class Link:
     cdef readonly int64_t dial_limit_ns     # DIALING, GREETING: when to give up
     cdef int failures                   # in a row
     cdef int64_t failed_ns              # when the connection last failed
+    cdef bint fresh                     # has become ready, and the fleet has not looked at it yet
     cdef bint served                    # gave a usable reply on this connection
+    cdef bint akin                      # news about its kinship was told
     cdef bint told                      # its trouble was put into the news
     cdef readonly str outcome           # of the last failure
     cdef readonly str cause
@@ -56,6 +58,9 @@ cdef class Link:
     cdef object jitter                  # () -> [0, 1)
     cdef list news                      # shared with the fleet
     cdef readonly object client_id      # of this connection, where the master tells
+    cdef readonly str run_id            # of the server, where it tells; "" else
+    cdef public str local               # our address on this connection, as the server sees it
+    cdef readonly object leftover       # (client id, address, run id) of a connection to be killed
     # for stats()
     cdef readonly int64_t answers
     cdef readonly int64_t reconnects
@@ -75,6 +80,10 @@ cdef class Link:
     cdef int feed(self, const char* p, size_t n, int64_t now) except -1
     cdef int book_lines(self, int64_t now) except -1
     cdef int book(self, Reply reply, int64_t now) except -1
+    cdef bint _expects_info(self) noexcept
+    cdef int _feed_info(self, const char* p, size_t n, int64_t now) except -1
+    cdef int _ready(self, int64_t now) except -1
+    cdef int succeed(self, Link old, int64_t now) except -1
     cdef int greeted(self, int step, Reply reply, int64_t now) except -1
     cdef int refused(self, Op op, int item, int again, int64_t place, int64_t now) except -1
     cdef int broke(self, str outcome, str cause, int64_t now) except -1

@@ -21,6 +21,9 @@ class Link:
     cause: str
     debts: deque[tuple[Op, int, int]]
     client_id: int | None
+    run_id: str
+    local: str
+    leftover: tuple[int, str, str] | None
     answers: int
     reconnects: int
     errors: dict[str, int]
@@ -32,7 +35,7 @@ class Link:
         replies: Replies,
         patience_ns: int,
         jitter: Callable[[], float],
-        news: list[tuple[str, str, str]],
+        news: list[tuple[str, str, str]] | None,
     ) -> None: ...
     @property
     def address(self) -> str: ...

@@ -39,7 +39,7 @@ from redlock_fast._core.wire cimport (
 
 from redlock_fast import rules
 
-from libc.string cimport memmove
+from libc.string cimport memchr, memmove
 
 cdef extern from "string.h":
     void* memrchr(const void* s, int c, size_t n) noexcept nogil
@@ -51,13 +51,17 @@ cdef enum:
     MAX_AGAIN = 3               # a command is sent again after NOSCRIPT at most so often
 
 # Steps of the greeting. SELECT only for a db other than 0; a refused AUTH or SELECT fails the
-# master. CLIENT ID comes last, as the proof of life: any answer of a server that works proves it,
-# an error too, and where it is allowed the id tells connections apart.
+# master. CLIENT ID is the proof of life: any answer of a server that works proves it, an error
+# too. INFO comes last, and alone, as its answer is the only one that is not a line. Where they are
+# allowed, the id and the server's run id tell connections and servers apart. KILL is no greeting,
+# but goes out before all else on a ready connection whose predecessor left SETs unanswered.
 cdef enum:
     AUTH = 1
     SELECT = 2
     SETNAME = 3
     CLIENT_ID = 4
+    INFO = 5
+    KILL = 6
 
 # The server works, but not now; nobody has to act, and what was asked may be asked again.
 _PASSING = frozenset(("LOADING", "BUSY", "TRYAGAIN", "MASTERDOWN", "CLUSTERDOWN"))
@@ -85,7 +89,7 @@ cdef class Link:
         replies: the fleet's parser; only ever holds whole lines of one link at a time.
         patience_ns: after so long without a complete reply a master that owes one is suspect.
         jitter: draws from [0, 1), for the back-off.
-        news: list to which (address, word, cause) is appended on trouble and recovery.
+        news: list to which (address, word, cause) is appended on trouble and recovery, or None.
     """
 
     def __cinit__(self, int index, options, Replies replies, int64_t patience_ns, jitter,
@@ -99,6 +103,8 @@ cdef class Link:
         self.debts = deque(maxlen=MAX_DEBTS)
         self.text_sent = {}
         self.errors = {}
+        self.run_id = ""
+        self.local = ""
         self.outcome = "connecting"
         self.cause = ""
         self.took_ns = -1
@@ -247,6 +253,8 @@ cdef class Link:
         self.dial_limit_ns = limit
         self.served = False
         self.client_id = None
+        self.run_id = ""
+        self.local = ""
         self.text_sent.clear()
         self.reconnects += 1
         return 0
@@ -296,21 +304,91 @@ cdef class Link:
             if step == AUTH or step == SELECT or (kind in _CONFIG and kind != "NOPERM"):
                 self.broke("CONFIG", text, now)
                 return 0
-        elif step == CLIENT_ID:
+        elif step == CLIENT_ID or step == KILL:
             if reply != INTEGER:
-                self.broke("PROTO", "unexpected answer to CLIENT ID", now)
+                self.broke("PROTO", "unexpected answer to CLIENT", now)
                 return 0
-            self.client_id = self.replies.integer
+            if step == CLIENT_ID:
+                self.client_id = self.replies.integer
         elif reply != OK:
             self.broke("PROTO", "unexpected answer to the greeting", now)
             return 0
         if step == AUTH:
             self.greet(now)
         elif step == CLIENT_ID:
-            self.state = READY
-            self.retry_ns = now
-            self.pay(now)
+            self._ask(INFO, (b"INFO", b"server"))
+        elif step == INFO:
+            self._ready(now)
         return 1
+
+    cdef bint _expects_info(self) noexcept:
+        return self.head != self.tail and self.ring[self.head & self.mask].op == NULL \
+            and self.ring[self.head & self.mask].item == INFO
+
+    cdef int _feed_info(self, const char* p, size_t n, int64_t now) except -1:
+        """Bytes of the answer to INFO: the one bulk string that is expected, bounded too."""
+        cdef const char* nl
+        cdef bytes text
+        cdef size_t size, head
+        if buf_put(&self.part, p, n) != 0:
+            raise MemoryError("no memory for a reply")
+        p = self.part.p
+        n = self.part.n
+        nl = <const char*> memchr(p, c'\n', n)
+        if nl == NULL:
+            return 0
+        text = p[1:nl - p].strip()
+        head = nl + 1 - p
+        size = int(text) if text.isdigit() and len(text) < 6 else MAX_PART + 1
+        if size > MAX_PART:
+            self.broke("PROTO", "an answer to INFO that is too long", now)
+            return 0
+        if n < head + size + 2:
+            return 0
+        if n > head + size + 2:
+            self.broke("PROTO", "a reply that nobody asked for", now)
+            return 0
+        text = p[head:head + size]
+        for line in text.split(b"\r\n"):
+            if line.startswith(b"run_id:"):
+                self.run_id = line[7:].decode("ascii", "replace")
+        self.part.n = 0
+        self.head += 1
+        self.booked += 1
+        self.answers += 1
+        self.quiet_ns = now
+        return self._ready(now)
+
+    cdef int _ready(self, int64_t now) except -1:
+        """The greeting is over. What a broken connection has left comes before all else."""
+        self.state = READY
+        self.retry_ns = now
+        self.fresh = True
+        if self.leftover is not None:
+            client_id, address, run_id = self.leftover
+            self.leftover = None
+            if run_id and run_id == self.run_id:
+                # A SET that the server has not read yet must not be read after its deletion.
+                self._ask(KILL, (
+                    b"CLIENT", b"KILL", b"ID", b"%d" % client_id, b"ADDR", address.encode(),
+                ))
+        self.pay(now)
+        return 0
+
+    cdef int succeed(self, Link old, int64_t now) except -1:
+        """Take over from a connection to the same master that broke; this one is ready."""
+        self.news = old.news
+        self.debts.extendleft(reversed(old.debts))
+        old.debts.clear()
+        self.leftover = old.leftover
+        self.promised = self.booked = old.promised
+        self.answers += old.answers
+        self.reconnects += old.reconnects
+        for kind, times in old.errors.items():
+            self.errors[kind] = self.errors.get(kind, 0) + times
+        self.told = old.told
+        self._well()
+        return self._ready(now)
 
     # -- replies -------------------------------------------------------------------------------
 
@@ -322,6 +400,9 @@ cdef class Link:
         self.lines = 0
         if self.state < GREETING:
             return 0
+        if self.state == GREETING and n and self._expects_info():
+            if (self.part.p[0] if joined else p[0]) == c'$':
+                return self._feed_info(p, n, now)
         if joined:
             if buf_put(&self.part, p, n) != 0:
                 raise MemoryError("no memory for a reply")
@@ -498,6 +579,8 @@ cdef class Link:
             t = &self.ring[self.head & self.mask]
             if t.op != NULL:
                 op = <Op> t.op
+                if op.kind != RELEASE and self.client_id is not None and self.local:
+                    self.leftover = (self.client_id, self.local, self.run_id)
                 first = t.item + t.done
                 count = t.k - t.done
                 op.owed[i] -= count
@@ -525,13 +608,13 @@ cdef class Link:
         return 0
 
     cdef int trouble(self, str outcome, str cause) except -1:
-        if not self.told and self.failures:
+        if not self.told and self.failures and self.news is not None:
             self.told = True
             self.news.append((self.options.address, outcome, cause))
         return 0
 
     cdef int _well(self) except -1:
-        if self.told:
+        if self.told and self.news is not None:
             self.told = False
             self.news.append((self.options.address, "well", ""))
         return 0

@@ -1,6 +1,6 @@
 # Drives a fleet for threads. See pump.pyx for the contract.
 
-from libc.stdint cimport int64_t, uint32_t
+from libc.stdint cimport int64_t, uint64_t
 
 from redlock_fast._core.fleet cimport Fleet
 from redlock_fast._core.io cimport Chan, Mover, Waiter
@@ -24,11 +24,12 @@ cdef class Pump:
     cdef int _idle(self, int64_t timeout_ns) except -1
     cdef int64_t _freshen(self, int64_t now) except -1
     cdef int _look(self, int64_t now) except -1
-    cdef int _parse(self, uint32_t todo, int64_t now) except -1
+    cdef int _settle_rivals(self, int64_t now) except -1
+    cdef int _parse(self, uint64_t todo, int64_t now) except -1
     cdef int _events(self, Link link, Chan* c, int64_t now) except -1
     cdef int _opened(self, Link link, Chan* c, int64_t now) except -1
     cdef int _dial(self, int64_t now) except -1
-    cdef int _dial_one(self, Link link, int64_t now) except -1
+    cdef int _dial_one(self, Link link, int slot, int64_t now) except -1
     cdef int _bury_down(self) except -1
     cdef int _post(self) except -1
     cdef int _wake_decided(self) except -1

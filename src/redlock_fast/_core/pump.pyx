@@ -18,7 +18,7 @@ cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.pythread cimport PyThread_get_thread_ident
 from libc.errno cimport EINPROGRESS, errno
-from libc.stdint cimport int64_t, uint32_t
+from libc.stdint cimport int64_t, uint64_t
 
 from redlock_fast._core.fleet cimport CHUNK, Fleet
 from redlock_fast._core.io cimport (
@@ -196,7 +196,7 @@ cdef class Pump:
 
     cdef int _look(self, int64_t now) except -1:
         """Parse what has arrived, for everyone; deal with events and timers."""
-        cdef uint32_t todo
+        cdef uint64_t todo
         while self.mover.parsing:
             # Another thread lost the GIL inside hiredis: very rare.
             if self.parser == <unsigned long> PyThread_get_thread_ident():
@@ -213,6 +213,8 @@ cdef class Pump:
         finally:
             self.mover.parsed()
         self.fleet.now_ns = now
+        if self.fleet.slots > self.n:
+            self._settle_rivals(now)
         if self.fleet.next_ns() <= now:
             self.fleet.judge(now)
             self._bury_down()
@@ -222,20 +224,38 @@ cdef class Pump:
         self._wake_decided()
         return 0
 
-    cdef int _parse(self, uint32_t todo, int64_t now) except -1:
+    cdef int _settle_rivals(self, int64_t now) except -1:
+        """Whichever of two connections to a master answered first carries on."""
+        cdef Link link, rival
+        cdef int i
+        for i in range(self.n):
+            rival = self.fleet.rivals[i]
+            if rival is None:
+                continue
+            link = <Link> self.fleet.links[i]
+            if rival.state == READY and (link.suspect or link.state != READY):
+                self.mover.bury(i, True)
+                self.fleet.promote(i, now)
+                self.mover.move_chan(self.n + i, i, rival.booked)
+            elif link.state != READY or not link.suspect:
+                self.mover.bury(self.n + i, True)
+                self.fleet.drop_rival(i)
+        return 0
+
+    cdef int _parse(self, uint64_t todo, int64_t now) except -1:
         """Deal with what these chans have brought: bytes, ends, opened connections."""
         cdef Replies replies = self.fleet.replies
         cdef Link link
         cdef Chan* c
-        cdef uint32_t left = todo
+        cdef uint64_t left = todo
         cdef int i
         try:
             replies.begin()
-            for i in range(self.n):
+            for i in range(self.mover.slots):
                 c = self.mover.chans[i]
                 if not todo >> i & 1 or c == NULL:
                     continue
-                link = <Link> self.fleet.links[i]
+                link = self.fleet.at(i)
                 if c.phase == OPENING:
                     if c.event:
                         self._opened(link, c, now)
@@ -243,11 +263,11 @@ cdef class Pump:
                     link.feed(c.taken.p, c.taken.n, c.heard_ns if c.heard_ns else now)
                 c.taken.n = 0
             replies.parse()
-            for i in range(self.n):
+            for i in range(self.mover.slots):
                 c = self.mover.chans[i]
                 if not todo >> i & 1 or c == NULL:
                     continue
-                link = <Link> self.fleet.links[i]
+                link = self.fleet.at(i)
                 if link.lines:
                     link.book_lines(c.heard_ns if c.heard_ns else now)
                 if c.event or c.phase != SERVING:
@@ -255,25 +275,28 @@ cdef class Pump:
                 if link.state == DOWN:
                     self.mover.bury(i, True)
                     self.fleet.after_break(link)
-                left &= ~(<uint32_t> 1 << i)
+                left &= ~(<uint64_t> 1 << i)
         finally:
             # No memory, say: the bytes are gone, and with them the order of the replies.
-            for i in range(self.n):
+            for i in range(self.mover.slots):
                 if left >> i & 1 and self.mover.chans[i] != NULL:
-                    link = <Link> self.fleet.links[i]
+                    link = self.fleet.at(i)
                     link.lines = 0
                     self.fleet.broke(link, "PROTO", "cannot parse replies", now)
                     self.mover.bury(i, True)
         return 0
 
+    @cython.linetrace(False)      # holds the mutex; a trace function may hand over the GIL
     cdef int _events(self, Link link, Chan* c, int64_t now) except -1:
         """A chan had an event, or its link is still greeting."""
         cdef int err
         pthread_mutex_lock(&self.mover.mu)
         c.event = False
         err = c.err
-        if link.state == READY:
+        if link.state == READY and c.phase != SERVING:
+            # Not every line of the greeting was a reply.
             c.phase = SERVING
+            c.lines = link.booked
         pthread_mutex_unlock(&self.mover.mu)
         if link.state != DOWN and err:
             if err == END_OF_FILE:
@@ -282,6 +305,7 @@ cdef class Pump:
                 link.broke("closed", os.strerror(err), now)
         return 0
 
+    @cython.linetrace(False)      # holds the mutex; a trace function may hand over the GIL
     cdef int _opened(self, Link link, Chan* c, int64_t now) except -1:
         """The connect has come to an end."""
         cdef int err = 0
@@ -299,17 +323,20 @@ cdef class Pump:
 
     cdef int _dial(self, int64_t now) except -1:
         """Open connections to the masters that are due."""
-        cdef uint32_t due = self.fleet.due(now)
+        cdef uint64_t due = self.fleet.due(now)
+        cdef Link link
         cdef int i
         if not due:
             return 0
-        for i in range(self.n):
+        for i in range(self.fleet.slots):
             # A connect gives the GIL up, so another thread may have been here meanwhile.
-            if due >> i & 1 and (<Link> self.fleet.links[i]).state == DOWN:
-                self._dial_one(<Link> self.fleet.links[i], now)
+            if due >> i & 1:
+                link = self.fleet.at(i)
+                if link is not None and link.state == DOWN:
+                    self._dial_one(link, i, now)
         return 0
 
-    cdef int _dial_one(self, Link link, int64_t now) except -1:
+    cdef int _dial_one(self, Link link, int slot, int64_t now) except -1:
         # The C type, not socket.socket: no Python code runs here, so no signal handler can.
         cdef object options = link.options
         cdef object sock = None
@@ -325,10 +352,14 @@ cdef class Pump:
             err = sock.connect_ex(options.sockaddr)
             if err and err != EINPROGRESS:
                 raise OSError(err, os.strerror(err))
-            if self.closed or link.state != DIALING or self.mover.chans[link.index] != NULL:
+            if self.closed or link.state != DIALING or self.mover.chans[slot] != NULL:
                 sock.close()    # given up meanwhile
                 return 0
-            self.mover.open_chan(link.index, sock.fileno(), link.promised, err == 0)
+            if options.family == _socket.AF_INET:
+                link.local = "%s:%d" % sock.getsockname()
+            elif options.family == _socket.AF_INET6:
+                link.local = "[%s]:%d" % sock.getsockname()[:2]
+            self.mover.open_chan(slot, sock.fileno(), link.promised, err == 0)
             sock.detach()
         except BaseException as exc:
             if sock is not None:
@@ -341,23 +372,29 @@ cdef class Pump:
 
     cdef int _bury_down(self) except -1:
         """Close what the fleet has given up."""
+        cdef Link link
         cdef int i
-        for i in range(self.n):
-            if self.mover.chans[i] != NULL and (<Link> self.fleet.links[i]).state == DOWN:
-                self.mover.bury(i, True)
+        for i in range(self.mover.slots):
+            if self.mover.chans[i] != NULL:
+                link = self.fleet.at(i)
+                if link is None or link.state == DOWN:
+                    self.mover.bury(i, True)
         return 0
 
+    @cython.linetrace(False)      # holds the mutex; a trace function may hand over the GIL
     cdef int _post(self) except -1:
         """Take the links' bytes over, in their order."""
         cdef Link link
         cdef Chan* c
         cdef int i
         cdef int64_t timer = self.fleet.next_ns()
+        cdef int slots = self.fleet.slots
         pthread_mutex_lock(&self.mover.mu)
-        for i in range(self.n):
-            link = <Link> self.fleet.links[i]
+        self.mover.slots = slots if slots > self.mover.slots else self.mover.slots
+        for i in range(slots):
+            link = self.fleet.at(i)
             c = self.mover.chans[i]
-            if c == NULL:
+            if c == NULL or link is None:
                 continue
             if link.out.n:
                 if c.pend.n == 0:
@@ -376,6 +413,7 @@ cdef class Pump:
         pthread_mutex_unlock(&self.mover.mu)
         return 0
 
+    @cython.linetrace(False)      # holds the mutex; a trace function may hand over the GIL
     cdef int _wake_decided(self) except -1:
         """Wake the threads whose rounds were decided, or changed, by this thread's look."""
         cdef Waiter* w
@@ -467,7 +505,7 @@ cdef class Pump:
     def tear_down(self):
         """Close the connections, in good order: what was sent is delivered."""
         cdef int i
-        for i in range(self.n):
+        for i in range(self.mover.slots):
             self.mover.bury(i, False)
         self.mover.shut_kick()
 

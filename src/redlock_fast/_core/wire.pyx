@@ -24,6 +24,7 @@ MAX_LINE = 64 * 1024
 _MORE = object()    # what gets() returns when it wants more bytes; False would also be a value
 
 
+@cython.linetrace(False)
 cdef int buf_reserve(Buf* b, size_t more) noexcept nogil:
     """Make room for `more` bytes; -1 when there is no memory (the buffer is as before)."""
     cdef size_t cap = b.cap
@@ -41,6 +42,7 @@ cdef int buf_reserve(Buf* b, size_t more) noexcept nogil:
     return 0
 
 
+@cython.linetrace(False)
 cdef int buf_put(Buf* b, const char* p, size_t n) noexcept nogil:
     if buf_reserve(b, n) != 0:
         return -1
@@ -49,6 +51,7 @@ cdef int buf_put(Buf* b, const char* p, size_t n) noexcept nogil:
     return 0
 
 
+@cython.linetrace(False)
 cdef void buf_free(Buf* b) noexcept nogil:
     free(b.p)
     b.p = NULL
@@ -58,11 +61,13 @@ cdef void buf_free(Buf* b) noexcept nogil:
 
 # -- commands ----------------------------------------------------------------------------------
 
+@cython.linetrace(False)
 cdef inline char* _lay(char* to, const char* p, size_t n) noexcept nogil:
     memcpy(to, p, n)
     return to + n
 
 
+@cython.linetrace(False)
 cdef inline char* _lay_number(char* to, int64_t value) noexcept nogil:
     """Decimal digits of a value >= 0."""
     cdef char digits[24]
@@ -76,6 +81,7 @@ cdef inline char* _lay_number(char* to, int64_t value) noexcept nogil:
     return _lay(to, digits + i, 24 - i)
 
 
+@cython.linetrace(False)
 cdef inline char* _lay_bulk(char* to, const char* p, size_t n) noexcept nogil:
     to[0] = c'$'
     to = _lay_number(to + 1, n)
@@ -84,6 +90,7 @@ cdef inline char* _lay_bulk(char* to, const char* p, size_t n) noexcept nogil:
     return _lay(to, b"\r\n", 2)
 
 
+@cython.linetrace(False)
 cdef inline char* _lay_number_bulk(char* to, int64_t value) noexcept nogil:
     cdef char digits[24]
     cdef size_t n = _lay_number(digits, value) - digits
