@@ -43,7 +43,7 @@ lint: setup ## style and types
 COPY := $(CURDIR)/build/coverage
 coverage: setup ## line coverage of Python and Cython by the quick tests
 	rm -rf $(COPY) && mkdir -p $(COPY)
-	tar -cf - $(addprefix --exclude=,./.git ./$(VENV) ./build '*.so') . | tar -xf - -C $(COPY)
+	tar -cf - $(addprefix --exclude=,./.git ./$(VENV) ./build ./.coverage '*.so') . | tar -xf - -C $(COPY)
 	export REDLOCK_TRACE=1 PYTHONPATH=$(COPY)/src PATH="$(CURDIR)/$(VENV)/bin:$$PATH" && \
 	cd $(COPY) && python setup.py -q build_ext --inplace && \
 	{ python -m coverage run -m pytest; status=$$?; python -m coverage report && exit $$status; }

@@ -126,7 +126,8 @@ def drift_factor(value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"clock_drift_factor: expected a number, not {_kind(value)}")
     if not 0 <= value < 1:
-        raise ValueError(f"clock_drift_factor: expected 0 <= factor < 1, not {value!r}")
+        shown = _number(value) if isinstance(value, int) else repr(value)
+        raise ValueError(f"clock_drift_factor: expected 0 <= factor < 1, not {shown}")
     return float(value)
 
 

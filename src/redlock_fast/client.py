@@ -20,7 +20,7 @@ from redlock_fast._core.fleet import Fleet
 from redlock_fast._core.io import draw_tokens, now_ns
 from redlock_fast.arguments import Milliseconds, resource_key, ttl_ms
 from redlock_fast.drive_sync import Driver
-from redlock_fast.errors import LockLost, NoQuorum, NotAcquired
+from redlock_fast.errors import ClosedError, LockLost, NoQuorum, NotAcquired
 from redlock_fast.options import parse_masters
 from redlock_fast.plan import acquire as _acquire
 from redlock_fast.plan import release as _release
@@ -126,7 +126,7 @@ class Lock(plan.Hold):
         """Release. A lock that was lost meanwhile raises `LockLost`, one whose release no quorum
         confirmed `NoQuorum`; when the body raised, its exception comes out, with a note.
         """
-        failure: LockLost | NoQuorum | None = None
+        failure: LockLost | NoQuorum | ClosedError | None = None
         if self.process is not _process or self.state == plan.RELEASED:
             return
         expired = now_ns() >= self.deadline_ns
@@ -135,7 +135,7 @@ class Lock(plan.Hold):
                 failure = self._lost(self.reason)
             elif expired:
                 failure = self._lost("expired")
-        except NoQuorum as error:
+        except (NoQuorum, ClosedError) as error:
             failure = error
         if failure is None:
             return

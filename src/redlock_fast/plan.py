@@ -407,7 +407,7 @@ def release_token(fleet: Fleet, key: bytes, secret: bytes) -> Plan[bool]:
 def extend(
     fleet: Fleet, settings: Settings, holds: Sequence[Hold], ttl_ms: int
 ) -> Plan[tuple[list[bool | None], Op | None]]:
-    """Extend locks to `ttl_ms` from now on, in one round.
+    """Extend locks to `ttl_ms` from now on, in one round (or one for each set of voters).
 
     Before it is sent, a deadline becomes the earlier of the old and the new one; it rises only on
     success. Answers that come after the old deadline do not count, however many.
@@ -419,50 +419,48 @@ def extend(
     lasting_ns = settings.lasting_ns(ttl_ms)
     now = yield None
     results: list[bool | None] = [False] * len(holds)
-    asked = 0
-    todo: list[tuple[int, Hold, int]] = []
+    # By who may vote: a master that refused one lock of a batch may well hold another.
+    todo: dict[int, list[tuple[int, Hold, int]]] = {}
     expired: list[Hold] = []
+    foreign: list[Hold] = []
     for i, hold in enumerate(holds):
         if hold.state != HELD:
             continue
         if now >= hold.deadline_ns:
             expired.append(hold)
             continue
-        asked |= hold.voters()
-        todo.append((i, hold, hold.deadline_ns))
+        todo.setdefault(hold.voters(), []).append((i, hold, hold.deadline_ns))
         hold.deadline_ns = min(hold.deadline_ns, now + lasting_ns)
-    _lose(fleet, expired, "expired")
-    if not todo:
-        return results, None
-    op = Op(
-        EXTEND,
-        fleet.n,
-        [hold.key for _, hold, _ in todo],
-        [hold.secret for _, hold, _ in todo],
-        ttl_ms,
-        asked,
-    )
-    now = yield op
-    deadline = op.start_ns + lasting_ns
-    expired = []
-    foreign: list[Hold] = []
-    for (i, hold, old), word in zip(todo, op.verdicts(), strict=True):
-        if hold.state != HELD:
-            continue  # released meanwhile, by another thread
-        if word == NO:
-            foreign.append(hold)
-        elif now >= min(old, deadline):
-            expired.append(hold)
-        elif word == YES:
-            hold.deadline_ns = deadline
-            hold.ttl_ms = ttl_ms
-            fleet.count(_EXTENDED)
-            results[i] = True
-        else:
-            results[i] = None
+    op = failed = None
+    for voters, rows in todo.items():
+        op = Op(
+            EXTEND,
+            fleet.n,
+            [hold.key for _, hold, _ in rows],
+            [hold.secret for _, hold, _ in rows],
+            ttl_ms,
+            voters,
+        )
+        now = yield op
+        deadline = op.start_ns + lasting_ns
+        for (i, hold, old), word in zip(rows, op.verdicts(), strict=True):
+            if hold.state != HELD:
+                continue  # released meanwhile, by another thread
+            if word == NO:
+                foreign.append(hold)
+            elif now >= min(old, deadline):
+                expired.append(hold)
+            elif word == YES:
+                hold.deadline_ns = deadline
+                hold.ttl_ms = ttl_ms
+                fleet.count(_EXTENDED)
+                results[i] = True
+            else:
+                results[i] = None
+                failed = op
     _lose(fleet, foreign, "foreign")
     _lose(fleet, expired, "expired")
-    return results, op
+    return results, failed or op
 
 
 def _lose(fleet: Fleet, holds: Iterable[Hold], reason: str) -> None:
@@ -494,6 +492,8 @@ def adopt(fleet: Fleet, settings: Settings, key: bytes, secret: bytes, ttl_ms: i
     if op.verdict(0) == YES and now < deadline:
         fleet.count(_EXTENDED)
         return _grant(settings, op, 0, EVERYBODY, ttl_ms, deadline, now)
+    fleet.count(_LOST)
+    fleet.clean_up(op)
     return None
 
 

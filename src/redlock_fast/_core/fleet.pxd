@@ -35,7 +35,7 @@ cdef class Fleet:
     cpdef int judge(self, int64_t now) except -1
     cpdef uint64_t due(self, int64_t now) except? 0xFFFFFFFFFFFFFFFF
     cdef Link at(self, int slot)
-    cdef int drop_rival(self, int i) except -1
+    cpdef int drop_rival(self, int i) except -1
     cdef int promote(self, int i, int64_t now) except -1
     cdef int _kin(self, Link link, int64_t now) except -1
     cpdef int64_t next_ns(self) noexcept

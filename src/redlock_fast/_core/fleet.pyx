@@ -337,7 +337,7 @@ cdef class Fleet:
                 bits |= <uint64_t> 1 << i
         return bits
 
-    cdef int drop_rival(self, int i) except -1:
+    cpdef int drop_rival(self, int i) except -1:
         """No second connection any more."""
         self.rivals[i] = None
         if not any(self.rivals):
@@ -417,19 +417,19 @@ cdef class Fleet:
 
     # -- for who drives by hand: the event loop, and tests -----------------------------------------
 
-    def dialing(self, int master, int64_t now):
-        """A connection to this master is being opened."""
+    def dialing(self, int slot, int64_t now):
+        """A connection for this slot is being opened."""
         self.now_ns = now
-        (<Link> self.links[master]).dialing(now, now + self.connect_ns)
+        self.at(slot).dialing(now, now + self.connect_ns)
 
-    def connected(self, int master, int64_t now):
+    def connected(self, int slot, int64_t now):
         """The connection is open; the greeting is there to `take`."""
         self.now_ns = now
-        (<Link> self.links[master]).connected(now)
+        self.at(slot).connected(now)
 
-    def receive(self, int master, bytes data not None, int64_t now):
-        """Bytes came from this master, cut anywhere."""
-        cdef Link link = <Link> self.links[master]
+    def receive(self, int slot, bytes data not None, int64_t now):
+        """Bytes came on this slot's connection, cut anywhere."""
+        cdef Link link = self.at(slot)
         self.now_ns = now
         self.replies.begin()
         link.feed(data, len(data), now)
@@ -440,14 +440,14 @@ cdef class Fleet:
             self.after_break(link)
         self.serve(now)
 
-    def lost(self, int master, str outcome, str cause, int64_t now):
-        """The connection to this master failed."""
-        self.broke(<Link> self.links[master], outcome, cause, now)
+    def lost(self, int slot, str outcome, str cause, int64_t now):
+        """This slot's connection failed."""
+        self.broke(self.at(slot), outcome, cause, now)
         self.serve(now)
 
-    def take(self, int master):
-        """Take away the bytes to be sent to this master."""
-        cdef Link link = <Link> self.links[master]
+    def take(self, int slot):
+        """Take away the bytes to be sent on this slot's connection."""
+        cdef Link link = self.at(slot)
         cdef bytes data = link.out.p[:link.out.n] if link.out.n else b""
         link.out.n = 0
         return data
@@ -526,7 +526,7 @@ cdef class Fleet:
         for link in self.links:
             if link.state == READY and link.promised != link.booked:
                 return True
-            if link.debts and link.state != DOWN or link.unsent or link.out.n:
+            if link.debts or link.unsent or link.out.n:
                 return True
         return False
 

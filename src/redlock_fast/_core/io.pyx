@@ -25,7 +25,6 @@ from libc.string cimport memchr, memset
 from posix.time cimport timespec
 from posix.unistd cimport close, read, write
 
-from redlock_fast._core.op cimport MAX_MASTERS
 from redlock_fast._core.wire cimport buf_free, buf_put
 
 cdef extern from "<pthread.h>" nogil:

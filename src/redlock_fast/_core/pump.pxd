@@ -11,7 +11,8 @@ cdef class Pump:
     cdef object __weakref__
     cdef readonly Fleet fleet
     cdef readonly Mover mover
-    cdef readonly bint closed
+    cdef readonly bint closed       # refuses rounds
+    cdef bint torn                  # has no connections any more, for good
     cdef int n
     cdef unsigned long parser       # the thread that parses, while mover.parsing
     cdef int64_t active_ns          # when the sockets were last looked at

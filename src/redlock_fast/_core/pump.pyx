@@ -352,7 +352,7 @@ cdef class Pump:
             err = sock.connect_ex(options.sockaddr)
             if err and err != EINPROGRESS:
                 raise OSError(err, os.strerror(err))
-            if self.closed or link.state != DIALING or self.mover.chans[slot] != NULL:
+            if self.torn or link.state != DIALING or self.mover.chans[slot] != NULL:
                 sock.close()    # given up meanwhile
                 return 0
             if options.family == _socket.AF_INET:
@@ -505,6 +505,7 @@ cdef class Pump:
     def tear_down(self):
         """Close the connections, in good order: what was sent is delivered."""
         cdef int i
+        self.torn = True
         for i in range(self.mover.slots):
             self.mover.bury(i, False)
         self.mover.shut_kick()

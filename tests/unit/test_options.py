@@ -1,0 +1,1003 @@
+"""Settings from URLs, dicts and redis-py clients, and that no secret leaves by another door."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import traceback
+import types
+from collections import UserDict, UserList
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from urllib.parse import quote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from redlock_fast import options as options_module
+from redlock_fast.errors import ConfigurationError, RedlockError
+from redlock_fast.options import MAX_MASTERS, MasterOptions, Secret, parse_masters
+
+redis = pytest.importorskip("redis")
+redis_asyncio = pytest.importorskip("redis.asyncio")
+
+case = pytest.mark.case
+PASSWORD = "p@ss:w/rd#?%25$ é"  # C91's
+
+
+def one(master: Any) -> MasterOptions:
+    (options,) = parse_masters([master])
+    return options
+
+
+def revealed(options: MasterOptions) -> bytes | None:
+    return None if options.password is None else options.password.reveal()
+
+
+def refused(masters: Any, *secrets: str) -> str:
+    """The message of the refusal, after a look into all that hangs on it."""
+    with pytest.raises(ConfigurationError) as info:
+        parse_masters(masters)
+    error = info.value
+    assert error.__cause__ is None
+    assert error.__context__ is None
+    frames = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == options_module.__file__
+    ]
+    assert len(frames) == 1  # only `parse_masters` itself
+    shown = [str(error), repr(error), repr(error.args)]
+    shown += traceback.StackSummary.extract(iter(frames), capture_locals=True).format()
+    for frame, _ in frames:
+        assert "masters" not in frame.f_locals
+        shown += map(repr, frame.f_locals.values())
+    for secret in secrets:
+        for form in (secret, quote(secret), quote(secret, safe="")):
+            assert not any(form in text for text in shown), shown
+    return str(error)
+
+
+# ---- the sequence ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "masters",
+    [
+        "redis://127.0.0.1",
+        b"redis://127.0.0.1",
+        bytearray(b"redis://127.0.0.1"),
+        {"host": "127.0.0.1"},
+        {"redis://127.0.0.1"},
+        iter(["redis://127.0.0.1"]),
+        None,
+        5,
+        redis.Redis(),
+    ],
+)
+def test_masters_must_be_a_sequence(masters: Any) -> None:
+    assert "list or tuple" in refused(masters)
+
+
+def test_any_sequence_will_do() -> None:
+    want = parse_masters(["redis://127.0.0.1:1", {"host": "127.0.0.1", "port": 2}])
+    assert [master.address for master in want] == ["127.0.0.1:1", "127.0.0.1:2"]
+    assert parse_masters(("redis://127.0.0.1:1", UserDict(host="127.0.0.1", port=2))) == want
+    assert parse_masters(UserList(["redis://127.0.0.1:1", "redis://127.0.0.1:2"])) == want
+
+
+def test_number_of_masters() -> None:
+    urls = [f"redis://127.0.0.1:{port}" for port in range(1, MAX_MASTERS + 2)]
+    assert MAX_MASTERS == 32
+    assert len(parse_masters(urls[:-1])) == MAX_MASTERS
+    assert "1 to 32, not 33" in refused(urls)
+    assert "1 to 32, not 0" in refused([])
+
+
+@pytest.mark.parametrize("master", [None, 5, b"redis://127.0.0.1", ["127.0.0.1", 6379], object()])
+def test_a_master_of_another_type(master: Any) -> None:
+    message = refused([master])
+    assert message.startswith("masters[0]: expected a redis:// or unix:// URL")
+    assert message.endswith(f"not {type(master).__name__}")
+
+
+def test_the_message_names_the_master() -> None:
+    assert refused(["redis://127.0.0.1", {"port": 0}]).startswith("masters[1]: port must be")
+
+
+def test_error_is_also_a_value_error() -> None:
+    with pytest.raises(ValueError):
+        parse_masters([])
+    with pytest.raises(RedlockError):
+        parse_masters([])
+
+
+# ---- twice the same --------------------------------------------------------------------------
+
+
+@case("C28")
+@pytest.mark.parametrize(
+    ("first", "second", "shown"),
+    [
+        ("redis://127.0.0.1:7", "redis://127.0.0.1:7/0", "127.0.0.1:7 db 0"),
+        ("redis://localhost:7", "redis://127.0.0.1:7", "127.0.0.1:7 db 0"),
+        ("redis://127.0.0.1", {"host": "LOCALHOST"}, "127.0.0.1:6379 db 0"),
+        ("redis://127.0.0.1:7/3", {"host": "127.0.0.1", "port": 7, "db": 3}, "127.0.0.1:7 db 3"),
+        ("redis://u:p@127.0.0.1:7", "redis://127.0.0.1:7", "127.0.0.1:7 db 0"),
+        ("redis://[::1]:7", "redis://[0:0::0001]:7", "[::1]:7 db 0"),
+        ("redis://[FD00::A]", {"host": "fd00:0::a"}, "[fd00::a]:6379 db 0"),
+        ("redis://[::ffff:127.0.0.1]", "redis://", "127.0.0.1:6379 db 0"),
+        ("redis://[::ffff:7f00:1]", {}, "127.0.0.1:6379 db 0"),
+        ("redis://[fe80::1%25lo]", "redis://[fe80::1%lo]", "[fe80::1%lo]:6379 db 0"),
+        ("redis://[fe80::1%lo]", {"host": "fe80::1%1"}, "[fe80::1%1]:6379 db 0"),
+        ("unix:///tmp/x", {"unix_socket_path": "/tmp/../tmp/./x"}, "unix:/tmp/../tmp/./x db 0"),
+        ("unix:///tmp/x", "unix:////tmp//x", "unix:/tmp/x db 0"),
+        ("unix:///tmp/x?db=2", redis.Redis(unix_socket_path="/tmp/x", db=2), "unix:/tmp/x db 2"),
+        ("redis://127.0.0.1", redis_asyncio.Redis(), "127.0.0.1:6379 db 0"),
+    ],
+)
+def test_the_same_master_twice(first: Any, second: Any, shown: str) -> None:
+    message = refused([first, "redis://192.0.2.1", second])
+    assert message == f"masters[2]: {shown} is masters[0] already: each has one vote"
+
+
+@case("C28")
+def test_relative_and_absolute_path_of_one_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = {"unix_socket_path": "r.sock"}
+    assert "already" in refused([spec, f"unix://{quote(str(tmp_path))}/r.sock"])
+
+
+@case("C28")
+def test_what_is_not_the_same() -> None:
+    urls = ["redis://127.0.0.1/0", "redis://127.0.0.1/1", "redis://127.0.0.1:6380", "redis://[::1]"]
+    urls += ["unix:///tmp/a", "unix:///tmp/b", "unix:///tmp/a?db=1"]
+    assert len(parse_masters(urls)) == len(urls)
+
+
+# ---- URLs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "address", "db"),
+    [
+        ("redis://", "127.0.0.1:6379", 0),
+        ("redis:///", "127.0.0.1:6379", 0),
+        ("redis:///5", "127.0.0.1:6379", 5),
+        ("redis://localhost", "127.0.0.1:6379", 0),
+        ("redis://LocalHost:6380", "127.0.0.1:6380", 0),
+        ("redis://10.0.0.7:/0", "10.0.0.7:6379", 0),
+        ("redis://10.0.0.7/3/", "10.0.0.7:6379", 3),
+        ("redis://10.0.0.7/%33", "10.0.0.7:6379", 3),
+        ("redis://10.0.0.7?db=4", "10.0.0.7:6379", 4),
+        ("redis://10.0.0.7/3?db=4", "10.0.0.7:6379", 4),
+        ("redis://10.0.0.7/3?db=4&db=5", "10.0.0.7:6379", 4),
+        ("redis://10.0.0.7/3?db=", "10.0.0.7:6379", 3),
+        ("redis://10.0.0.7/00", "10.0.0.7:6379", 0),
+        ("redis://?host=10.0.0.7&port=7", "10.0.0.7:7", 0),
+        ("redis://10.0.0.8:8?host=10.0.0.7&port=7", "10.0.0.8:8", 0),
+        ("redis://10%2E0.0.8:65535", "10.0.0.8:65535", 0),
+        ("redis://@:1/2", "127.0.0.1:1", 2),
+        ("redis://u:p@10.0.0.7:1/2", "10.0.0.7:1", 2),
+        ("unix:///run/r.sock", "unix:/run/r.sock", 0),
+        ("unix:///run/r.sock?db=2", "unix:/run/r.sock", 2),
+        ("unix://u:p@/run/r.sock?db=2", "unix:/run/r.sock", 2),
+        ("unix://?path=/run/r.sock", "unix:/run/r.sock", 0),
+        ("unix:///a?path=/b", "unix:/a", 0),
+        ("unix:///run/a@b;c=1,d", "unix:/run/a@b;c=1,d", 0),
+    ],
+)
+def test_url_forms(url: str, address: str, db: int) -> None:
+    options = one(url)
+    assert (options.address, options.db) == (address, db)
+    parsed = redis.connection.parse_url(url)  # redis-py sees the same
+    if options.family == socket.AF_UNIX:
+        assert address == f"unix:{parsed['path']}"
+        assert options.sockaddr == parsed["path"].encode()
+    else:
+        host = parsed.get("host", "localhost").replace("localhost", "127.0.0.1")
+        assert options.sockaddr == (host, int(parsed.get("port", 6379)))
+    assert db == parsed.get("db", 0)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("", "not a URL"),
+        (" redis://127.0.0.1", "not a URL"),
+        ("localhost", "not a URL"),
+        ("127.0.0.1:6379", "not a URL"),
+        ("[::1]:6379", "not a URL"),
+        ("/run/redis.sock", "not a URL"),
+        ("redis:127.0.0.1", "not a URL"),
+        ("redis:/127.0.0.1", "not a URL"),
+        ("unix:/run/redis.sock", "not a URL"),
+        ("REDIS://127.0.0.1", "not a URL"),
+        ("http://127.0.0.1", "not a URL"),
+        ("redis+socket:///x", "not a URL"),
+        ("://127.0.0.1", "not a URL"),
+        ("redis://127.0.0.1\n", "control characters"),
+        ("redis://127.0.\t0.1", "control characters"),
+        ("redis://:\udc80@127.0.0.1", "control characters"),
+        ("rediss://127.0.0.1", "TLS is not supported yet"),
+        ("rediss://:p@127.0.0.1:6379/0?ssl_cert_reqs=none", "TLS is not supported yet"),
+        ("redis://127.0.0.1:0", "port must be an integer from 1 to 65535"),
+        ("redis://127.0.0.1:65536", "port must be"),
+        ("redis://127.0.0.1:99999999999999999999999", "port must be"),
+        ("redis://127.0.0.1:-1", "malformed"),
+        ("redis://127.0.0.1:+1", "malformed"),
+        ("redis://127.0.0.1:x", "malformed"),
+        ("redis://127.0.0.1: 1", "malformed"),
+        ("redis://127.0.0.1:٣", "malformed"),
+        ("redis://127.0.0.1:1:2", "malformed"),
+        ("redis://[::1", "malformed"),
+        ("redis://::1]", "malformed"),
+        ("redis://::1:6379", "malformed"),
+        ("redis://::1", "malformed"),
+        ("redis://[::1]6379", "malformed"),
+        ("redis://x[::1]:6379", "malformed"),
+        ("redis://[[::1]]", "malformed"),
+        ("redis://[]", "host names are not supported yet"),
+        ("redis://[127.0.0.1]", "host names are not supported yet"),
+        ("redis://[localhost]", "host names are not supported yet"),
+        ("redis://redis.example:6379/0", "use an address, not 'redis.example'"),
+        ("redis://127.1", "use an address, not '127.1'"),
+        ("redis://2130706433", "use an address"),
+        ("redis://127.0.0.01", "use an address"),
+        ("redis://10.0.0.256", "use an address"),
+        ("redis://h\u00e4st", "use an address"),
+        ("redis://127.0.0.1/x", "number of a database"),
+        ("redis://127.0.0.1/-1", "number of a database"),
+        ("redis://127.0.0.1/1/2", "number of a database"),
+        ("redis://127.0.0.1//1", "number of a database"),
+        ("redis://127.0.0.1/1_0", "number of a database"),
+        ("redis://127.0.0.1/2147483648", "db must be an integer from 0 to 2147483647"),
+        ("redis://127.0.0.1/0#x", "no fragment"),
+        ("redis://127.0.0.1?db=x", "db must be"),
+        ("redis://127.0.0.1?db=-1", "db must be"),
+        ("redis://127.0.0.1?path=/x", "unknown option 'path'"),
+        ("redis://127.0.0.1?unix_socket_path=/x", "unknown option 'unix_socket_path'"),
+        ("redis://127.0.0.1?connection_class=x", "unknown option 'connection_class'"),
+        ("redis://127.0.0.1?connection_pool=x", "connection_pool is not supported"),
+        ("redis://127.0.0.1?credential_provider=x", "not supported yet"),
+        ("redis://127.0.0.1?redis_connect_func=x", "redis_connect_func is not supported"),
+        ("redis://127.0.0.1?%FF=x", "not shown"),
+        ("redis://%ff:p@127.0.0.1", "username is not valid UTF-8"),
+        ("redis://127.0.0.1?client_name=a%20b", "client_name must be"),
+        ("unix://", "needs a path"),
+        ("unix://?db=1", "needs a path"),
+        ("unix://run/redis.sock", "three slashes"),
+        ("unix://redis.sock", "three slashes"),
+        ("unix://localhost/run/redis.sock", "three slashes"),
+        ("unix://u:p@h/run/redis.sock", "three slashes"),
+        ("unix:///run/redis.sock?host=127.0.0.1", "unknown option 'host'"),
+        ("unix:///run/redis.sock#1", "no fragment"),
+        ("unix:///run/%00", "without NUL"),
+    ],
+)
+def test_urls_that_are_refused(url: str, why: str) -> None:
+    assert why in refused([url])
+
+
+@case("C129")
+def test_unknown_options_of_a_url_are_named() -> None:
+    url = "redis://:S3cr3t!@127.0.0.1/0?socket_timeout=0.2&ssl_check_hostname=false&{}unknown=1"
+    assert refused([url.format("retry_count=0&")], "S3cr3t!").endswith(
+        "unknown option 'retry_count', 'unknown'"
+    )
+    assert "unknown option 'unknown'" in refused([url.format("")], "S3cr3t!")
+    assert "'unknown'" in refused(["redis://127.0.0.1?unknown="])
+    assert "'unknown'" in refused([{"unknown": "S3cr3t!"}], "S3cr3t!")
+    assert "'unknown'" in refused([redis.Redis.from_url("redis://127.0.0.1?unknown=1")])
+
+
+@case("C129")
+def test_values_of_a_url_are_typed() -> None:
+    options = one(
+        "redis://127.0.0.1/1?socket_timeout=0.2&ssl_check_hostname=false&socket_keepalive=no"
+        "&health_check_interval=3&protocol=3&retry_on_timeout=0&max_connections=4&timeout=1e3"
+    )
+    assert options == one("redis://127.0.0.1/1")
+    for name in sorted(options_module._URL_NUMBERS):
+        assert f"option '{name}' is not a number" in refused([f"redis://127.0.0.1?{name}=x1"])
+
+
+@case("C129")
+@pytest.mark.parametrize("value", ["false", "False", "0", "no", "N", "f", ""])
+def test_false_texts(value: str) -> None:
+    assert one(f"redis://127.0.0.1?ssl={value}").address == "127.0.0.1:6379"
+    assert one({"ssl": value}).address == "127.0.0.1:6379"
+
+
+@pytest.mark.parametrize("value", ["true", "1", "yes", "x"])
+def test_true_texts(value: str) -> None:
+    assert "TLS is not supported yet" in refused([f"redis://127.0.0.1?ssl={value}"])
+    assert "TLS is not supported yet" in refused([{"ssl": value}])
+
+
+PIECES = ["redis://", "unix://", "127.0.0.1", "10.0.0.7", "[::1]", "localhost", ":", "6379", "/"]
+PIECES += ["?", "db=", "&", "port=", "host=", "password=", "username=", "#", "@", "[", "]", "%"]
+PIECES += ["%25", "1", "0", "00", "+", " ", "a", "::1", "ü", ";", "=", "path=/x", "-"]
+
+
+@given(st.sampled_from(PIECES[:2]), st.lists(st.sampled_from(PIECES), max_size=9).map("".join))
+def test_where_it_is_accepted_redis_py_means_the_same(scheme: str, rest: str) -> None:
+    try:
+        options = one(scheme + rest)
+    except ConfigurationError:
+        return
+    try:
+        parsed = redis.connection.parse_url(scheme + rest)
+    except ValueError:  # of urllib: a bracket in a password
+        assert "[" in rest or "]" in rest
+        return
+    # Not the same on purpose: it replaces bytes that are no UTF-8, and before 8.1 decodes twice.
+    if "\ufffd" in str(parsed) or "%" in rest.partition("?")[2]:
+        return
+    assert options.db == int(parsed.get("db", 0))
+    assert options.username == parsed.get("username")
+    assert (revealed(options) or b"").decode() == parsed.get("password", "")
+    if options.family == socket.AF_UNIX:
+        path = parsed["path"]
+        assert options.sockaddr == os.fsencode(os.path.abspath(path)).replace(b"//", b"/")
+    else:
+        host = parsed.get("host", "localhost").replace("localhost", "127.0.0.1")
+        assert options.sockaddr[:2] == (host, int(parsed.get("port", 6379)))
+
+
+# ---- credentials -----------------------------------------------------------------------------
+
+
+@case("C91")
+def test_special_characters_in_credentials() -> None:
+    escaped = quote(PASSWORD, safe="")
+    want = PASSWORD.encode()
+    for master in (
+        f"redis://:{escaped}@127.0.0.1",
+        f"redis://u%3As%2F@r:{escaped}@127.0.0.1",
+        f"redis://127.0.0.1?password={escaped}",
+        f"redis://127.0.0.1?password={escaped.replace('%20', '+')}",
+        f"unix://:{escaped}@/tmp/x",
+        f"unix:///tmp/x?password={escaped}",
+        {"password": PASSWORD},
+        {"password": want},
+        {"password": Secret(want)},
+        redis.Redis(password=PASSWORD),
+        redis_asyncio.Redis(password=PASSWORD),
+        redis.Redis.from_url(f"redis://:{escaped}@127.0.0.1"),
+    ):
+        assert revealed(one(master)) == want
+    assert one(f"redis://u%3As%2F@r:{escaped}@127.0.0.1").username == "u:s/@r"
+    # Not escaped where it need not be, and raw beyond ASCII (also what NFKC makes a ':' or '/').
+    assert revealed(one("redis://:a:b@c é$!&;=+：／@127.0.0.1")) == "a:b@c é$!&;=+：／".encode()
+    # Bytes that are no UTF-8 stay what they are.
+    assert revealed(one("redis://:%ff%00%0d%0a@127.0.0.1")) == b"\xff\0\r\n"
+    assert revealed(one("redis://127.0.0.1?password=%ff%2520")) == b"\xff%20"
+
+
+@case("C91")
+@given(
+    password=st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
+    username=st.text(st.characters(exclude_categories=["Cs"])),
+    safe=st.sampled_from(["", "!$&'()*+,;=", ":"]),
+)
+def test_password_round_trip(password: str, username: str, safe: str) -> None:
+    escaped = quote(password, safe=safe)
+    url = f"redis://{quote(username, safe='')}:{escaped}@10.0.0.7:7/1"
+    options = one(url)
+    assert revealed(options) == password.encode()
+    assert options.username == (username or None)
+    assert (options.address, options.db) == ("10.0.0.7:7", 1)
+    parsed = redis.connection.parse_url(url)
+    assert parsed["password"] == password
+    assert parsed.get("username") == options.username
+    for other in (f"redis://10.0.0.7:7/1?password={quote(password, safe='')}",):
+        assert revealed(one(other)) == password.encode()
+    keywords = {"host": "10.0.0.7", "port": 7, "db": 1}
+    assert one({**keywords, "password": password, "username": username}) == options
+    assert repr(options) == repr(one({**keywords, "password": "x"}))
+
+
+@case("C91")
+@given(password=st.binary(min_size=1))
+def test_password_round_trip_of_bytes(password: bytes) -> None:
+    escaped = quote(password, safe="")
+    for master in (
+        f"redis://:{escaped}@127.0.0.1",
+        f"redis://127.0.0.1?password={escaped}",
+        {"password": password},
+    ):
+        assert revealed(one(master)) == password
+
+
+@case("C91")
+@pytest.mark.parametrize(
+    ("master", "username", "password"),
+    [
+        ("redis://u@127.0.0.1", "u", None),
+        ("redis://u:@127.0.0.1", "u", None),
+        ("redis://:p@127.0.0.1", None, b"p"),
+        ("redis://:@127.0.0.1", None, None),
+        ("redis://@127.0.0.1", None, None),
+        ("redis://127.0.0.1?username=u&password=p", "u", b"p"),
+        ("redis://v:q@127.0.0.1?username=u&password=p", "v", b"q"),
+        ("redis://v@127.0.0.1?password=p", "v", b"p"),
+        ("redis://:q@127.0.0.1?username=u", "u", b"q"),
+        ("redis://u:a:b@127.0.0.1", "u", b"a:b"),
+        ({"username": "", "password": ""}, None, None),
+        ({"username": None, "password": None}, None, None),
+        ({"username": "u", "password": b""}, "u", None),
+        ({"username": b"u", "password": Secret(b"")}, "u", None),
+    ],
+)
+def test_missing_and_empty_credentials(
+    master: Any, username: str | None, password: bytes | None
+) -> None:
+    options = one(master)
+    assert (options.username, revealed(options)) == (username, password)
+
+
+@pytest.mark.parametrize("value", [1234, True, 1.5, ["S3cr3t!"], bytearray(b"S3cr3t!"), object()])
+def test_credentials_of_another_type(value: Any) -> None:
+    for name in ("password", "username", "client_name"):
+        message = refused([{name: value}], "S3cr3t!", "1234")
+        assert message == f"masters[0]: {name} must be str or bytes, not {type(value).__name__}"
+
+
+def test_credentials_that_are_no_text() -> None:
+    for name in ("password", "username", "client_name"):
+        assert f"{name} is not valid UTF-8" in refused([{name: "S3cr3t!\ud800"}], "S3cr3t!")
+    for name in ("username", "client_name"):
+        assert f"{name} is not valid UTF-8" in refused([{name: b"S3cr3t!\xff"}], "S3cr3t!")
+
+
+def test_client_name() -> None:
+    assert one("redis://127.0.0.1?client_name=worker").client_name == "worker"
+    assert one({"client_name": "a-b:c"}).client_name == "a-b:c"
+    assert one({"client_name": ""}).client_name is None
+    for name in ("a b", "a\nb", "é", "\x7f"):
+        assert "client_name must be printable" in refused([{"client_name": name}])
+
+
+# ---- no secret gets out ----------------------------------------------------------------------
+
+LEAKY = "S3cr3t!"
+KWARGS = {"password": LEAKY, "username": "u5er"}
+
+
+@case("C151", "C54")
+@pytest.mark.parametrize(
+    "master",
+    [
+        *(
+            f"redis://u5er:{secret}@{rest}"
+            for secret in (LEAKY, quote(LEAKY, safe=""))
+            for rest in (
+                "127.0.0.1:0",
+                "127.0.0.1:x",
+                "[::1",
+                "::1:6379",
+                "redis.example",
+                "127.0.0.1/x",
+                "127.0.0.1/0#x",
+                "127.0.0.1?unknown=1",
+                "127.0.0.1?db=x",
+                "127.0.0.1?socket_timeout=x",
+                "127.0.0.1?client_name=%00",
+                "127.0.0.1\n",
+                "127.0.0.1?password=\ud800",
+                "[fe80::1%nosuchif]",
+            )
+        ),
+        *(
+            f"{scheme}u5er:{LEAKY}@127.0.0.1"
+            for scheme in ("", "http://", "rediss://", "redis:", "redis:/", "unix://", " redis://")
+        ),
+        # Not escaped: what comes before and behind ends in other parts of the URL.
+        *(
+            f"{scheme}{user}:{LEAKY}{mark}{LEAKY}@{rest}"
+            for scheme, rest in (("redis://", "127.0.0.1:6379/0"), ("unix://", "/tmp/x"))
+            for user in ("u5er", "")
+            for mark in ("/", "?", "#", "/?", "%zz/", "?a=b&")
+        ),
+        f"redis://{LEAKY}/{LEAKY}@127.0.0.1",
+        f"redis://:1234/{LEAKY}@127.0.0.1",
+        f"redis://:1234?{LEAKY}@127.0.0.1",
+        f"redis://:1234?{LEAKY}={LEAKY}@127.0.0.1",
+        f"redis://:{LEAKY}",
+        f"redis://{LEAKY}",
+        {**KWARGS, "port": 0},
+        {**KWARGS, "host": f"redis://:{LEAKY}@127.0.0.1"},
+        {**KWARGS, "host": f":{LEAKY}@127.0.0.1"},
+        {**KWARGS, "port": f":{LEAKY}@127.0.0.1"},
+        {**KWARGS, "db": LEAKY},
+        {**KWARGS, "host": "redis.example"},
+        {**KWARGS, f"redis://:{LEAKY}@127.0.0.1": 1},
+        {**KWARGS, "ssl": True, "ssl_password": LEAKY},
+        {**KWARGS, "credential_provider": LEAKY},
+        {**KWARGS, "client_name": f"{LEAKY} x"},
+        {**KWARGS, "unix_socket_path": "x" * 200},
+        redis.Redis(password=LEAKY, username="u5er", host="redis.example"),
+        redis.Redis(password=LEAKY, username="u5er", ssl=True),
+        redis.ConnectionPool(password=LEAKY),
+        LEAKY,
+        LEAKY.encode(),
+        [LEAKY],
+        Secret(LEAKY.encode()),
+    ],
+)
+def test_refusals_keep_the_secret(master: Any) -> None:
+    for masters in ([master], ["redis://192.0.2.1", master], [*[master] * (MAX_MASTERS + 1)]):
+        message = refused(masters, LEAKY, "u5er", "1234")
+        assert "redis://u5er" not in message
+
+
+@case("C151")
+def test_a_duplicate_keeps_the_secret() -> None:
+    urls = [f"redis://u5er:{LEAKY}@127.0.0.1", f"redis://u5er:{LEAKY}@127.0.0.1/0"]
+    assert "127.0.0.1:6379" in refused(urls, LEAKY, "u5er")
+
+
+@case("C151")
+@given(secret=st.text(min_size=6), scheme=st.sampled_from(["redis", "rediss", "unix", "http"]))
+def test_a_raw_secret_of_any_kind_stays_inside(secret: str, scheme: str) -> None:
+    secret = f"\u2620{secret}"  # so that it is not by chance part of a message
+    for url in (f"{scheme}://:{secret}@nowhere:x/y", f"{scheme}://{secret}:0/y", secret):
+        refused([url], *([secret] if secret.isprintable() else []))
+
+
+@case("C151")
+def test_a_refusal_does_not_pass_on_what_was_handled() -> None:
+    with pytest.raises(ConfigurationError) as info:
+        try:
+            raise KeyError("before")
+        except KeyError:
+            parse_masters(["x"])
+    assert isinstance(info.value.__context__, KeyError)  # the caller's own, none of ours
+    assert info.value.__context__.__context__ is None
+
+
+@case("C151", "C54")
+def test_settings_show_no_secret() -> None:
+    options = one(f"redis://u5er:{LEAKY}@127.0.0.1:6379/2?client_name=w1")
+    for text in (repr(options), str(options), f"{options}", f"{[options]!r:>9}", options.address):
+        assert LEAKY not in text
+        assert "u5er" not in text  # may be a password in the wrong place
+        assert "127.0.0.1:6379" in text
+    assert "w1" in repr(options)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(options)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        dataclasses.asdict(options)
+    assert dataclasses.replace(options, db=3).password is options.password
+
+
+@case("C151")
+def test_secret() -> None:
+    secret = Secret(b"S3cr3t!")
+    assert secret.reveal() == b"S3cr3t!"
+    assert {repr(secret), str(secret), f"{secret}", f"{secret:>40}", f"{secret!s}"} == {
+        "Secret('***')"
+    }
+    assert "%s %r" % (secret, secret) == "Secret('***') Secret('***')"  # noqa: UP031
+    assert secret == Secret(b"S3cr3t!")
+    assert secret != Secret(b"S3cr3t?")
+    assert secret != b"S3cr3t!"
+    assert secret != "S3cr3t!"
+    assert hash(secret) == hash(Secret(b"other"))
+    assert len({secret, Secret(b"S3cr3t!"), Secret(b"other")}) == 2
+    assert not hasattr(secret, "__dict__")
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pickle.dumps(secret, protocol)
+    for copier in (copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="copied"):
+            copier(secret)
+    with pytest.raises(TypeError):
+        bytes(secret)  # type: ignore[call-overload]
+    with pytest.raises(TypeError):
+        json.dumps(secret)
+    for value in ("S3cr3t!", None, 5, bytearray(b"S3cr3t!")):
+        with pytest.raises(TypeError) as info:
+            Secret(value)  # type: ignore[arg-type]
+        assert "S3cr3t!" not in str(info.value)
+
+
+def test_settings_are_frozen() -> None:
+    options = one("redis://:p@127.0.0.1")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.db = 1  # type: ignore[misc]
+    assert not hasattr(options, "__dict__")
+    assert options == one("redis://:p@127.0.0.1")
+    assert options != one("redis://:q@127.0.0.1")
+    assert hash(options) == hash(one("redis://:p@127.0.0.1"))
+
+
+# ---- dicts of keywords -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keywords", "address", "db"),
+    [
+        ({}, "127.0.0.1:6379", 0),
+        ({"host": "localhost"}, "127.0.0.1:6379", 0),
+        ({"host": "10.0.0.7", "port": "7", "db": "2"}, "10.0.0.7:7", 2),
+        ({"host": "10.0.0.7", "db": None}, "10.0.0.7:6379", 0),
+        ({"unix_socket_path": "/tmp/x", "db": 3}, "unix:/tmp/x", 3),
+        ({"unix_socket_path": b"/tmp/x", "host": "10.0.0.7"}, "unix:/tmp/x", 0),
+        ({"unix_socket_path": Path("/tmp/x")}, "unix:/tmp/x", 0),
+        ({"unix_socket_path": None, "credential_provider": None, "ssl": None}, "127.0.0.1:6379", 0),
+        ({"redis_connect_func": None, "connection_pool": None}, "127.0.0.1:6379", 0),
+    ],
+)
+def test_keywords(keywords: dict[str, Any], address: str, db: int) -> None:
+    before = dict(keywords)
+    options = one(keywords)
+    assert (options.address, options.db) == (address, db)
+    assert keywords == before
+    assert one(types.MappingProxyType(keywords)) == options
+
+
+class Index:
+    def __index__(self) -> int:
+        return 7
+
+
+def test_integers_like_other_libraries_have_them() -> None:
+    assert one({"port": Index(), "db": Index()}).address == "127.0.0.1:7"
+
+
+@pytest.mark.parametrize(
+    "port",
+    [
+        "x",
+        "",
+        "-1",
+        " 7",
+        "7.0",
+        "0x7",
+        "٣",
+        0,
+        -1,
+        65536,
+        pytest.param(10**5000, id="huge"),
+        7.0,
+        True,
+        None,
+        [7],
+    ],
+)
+def test_ports_that_are_refused(port: Any) -> None:
+    message = "masters[0]: port must be an integer from 1 to 65535"
+    assert refused([{"port": port}]) == message
+
+
+@pytest.mark.parametrize("db", ["x", "", "-1", -1, 2**31, 1.0, False, [0], b"1"])
+def test_dbs_that_are_refused(db: Any) -> None:
+    assert refused([{"db": db}]) == "masters[0]: db must be an integer from 0 to 2147483647"
+
+
+@pytest.mark.parametrize(
+    ("keywords", "why"),
+    [
+        ({"host": None}, "host must be str, not NoneType"),
+        ({"host": b"127.0.0.1"}, "host must be str, not bytes"),
+        ({"host": 5}, "host must be str, not int"),
+        ({"host": ""}, "use an address"),
+        ({"host": "redis.example"}, "host names are not supported yet: use an address, not"),
+        ({"host": "127.0.0.1:6379"}, "use an address"),
+        ({"host": "redis://127.0.0.1"}, "use an address"),
+        ({"host": "127.0.0.1 "}, "use an address"),
+        ({"host": "[127.0.0.1]"}, "use an address"),
+        ({"host": "127.0.0.1%lo"}, "use an address"),
+        ({"ssl": True}, "TLS is not supported yet"),
+        ({"ssl": 1, "unix_socket_path": "/tmp/x"}, "TLS is not supported yet"),
+        ({"credential_provider": object()}, "credential_provider is not supported yet"),
+        ({"redis_connect_func": print}, "redis_connect_func is not supported"),
+        ({"connection_pool": redis.ConnectionPool()}, "pass redis.Redis(connection_pool=...)"),
+        ({"url": "redis://127.0.0.1"}, "unknown option 'url'"),
+        ({"path": "/tmp/x"}, "unknown option 'path'"),  # not a keyword of redis.Redis either
+        ({"Host": "127.0.0.1"}, "unknown option 'Host'"),
+        ({5: 1}, "unknown option 5"),
+        ({"unix_socket_path": ""}, "needs a path"),
+        ({"unix_socket_path": "\0abstract"}, "no abstract names"),
+        ({"unix_socket_path": 5}, "must be str, not int"),
+        ({"unix_socket_path": "/tmp/\ud800"}, "cannot be used"),
+    ],
+)
+def test_keywords_that_are_refused(keywords: Any, why: str) -> None:
+    assert why in refused([keywords])
+
+
+def test_options_without_effect() -> None:
+    names = options_module.NO_EFFECT | options_module.TLS_OPTIONS
+    assert one(dict.fromkeys(names, object())) == one({})
+    assert one({"ssl": False, "ssl_cert_reqs": "required"}) == one({})
+
+
+def test_the_lists_of_options_are_complete() -> None:
+    """Each keyword of the redis-py that is installed has a place in one of them."""
+    lists = [
+        options_module.HONOURED,
+        options_module.UNSUPPORTED.keys(),
+        options_module.TLS_OPTIONS,
+        options_module.NO_EFFECT,
+    ]
+    assert sum(map(len, lists)) == len(options_module.KNOWN)
+    callables = [
+        each
+        for module in (redis, redis_asyncio)
+        for each in (
+            module.Redis,
+            module.connection.Connection,
+            module.connection.SSLConnection,
+            module.connection.UnixDomainSocketConnection,
+            module.connection.AbstractConnection,
+            module.BlockingConnectionPool,
+        )
+    ]
+    names = {name for each in callables for name in inspect.signature(each).parameters}
+    expected_elsewhere = {"path", "connection_class", "kwargs", "connection_kwargs"}
+    assert names - options_module.KNOWN <= expected_elsewhere
+
+
+# ---- addresses -------------------------------------------------------------------------------
+
+
+@case("C90")
+@pytest.mark.parametrize(
+    ("master", "sockaddr", "address"),
+    [
+        ("redis://[::1]:6379/0", ("::1", 6379, 0, 0), "[::1]:6379"),
+        ("redis://[::1]", ("::1", 6379, 0, 0), "[::1]:6379"),
+        ("redis://[::1]:", ("::1", 6379, 0, 0), "[::1]:6379"),
+        ("redis://:p@[::1]:7/1", ("::1", 7, 0, 0), "[::1]:7"),
+        ("redis://[2001:DB8:0::1]", ("2001:db8::1", 6379, 0, 0), "[2001:db8::1]:6379"),
+        ({"host": "::1", "port": 7}, ("::1", 7, 0, 0), "[::1]:7"),
+        ({"host": "::1"}, ("::1", 6379, 0, 0), "[::1]:6379"),
+        ({"host": "[::1]"}, ("::1", 6379, 0, 0), "[::1]:6379"),
+        (redis.Redis(host="::1", port=7), ("::1", 7, 0, 0), "[::1]:7"),
+    ],
+)
+def test_ipv6(master: Any, sockaddr: Any, address: str) -> None:
+    options = one(master)
+    assert options.family == socket.AF_INET6
+    assert options.sockaddr == sockaddr
+    assert options.address == address
+
+
+@case("C90")
+@pytest.mark.parametrize("host", ["fe80::1%lo", "fe80::1%25lo", "fe80::1%1"])
+def test_ipv6_scope(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "if_nametoindex", {"lo": 1}.__getitem__)
+    monkeypatch.setattr(socket, "if_indextoname", {1: "lo"}.__getitem__)
+    for master in (f"redis://[{host}]:7", {"host": host.replace("%25", "%"), "port": 7}):
+        options = one(master)
+        assert options.sockaddr == ("fe80::1", 7, 0, 1)
+        assert options.address == f"[{host.replace('%25', '%')}]:7"
+
+
+@case("C90")
+@pytest.mark.parametrize(
+    "host", ["fe80::1%", "fe80::1%nosuchif", "fe80::1%999999", "fe80::1%0", "::1%lo", "fe80::1%a%b"]
+)
+def test_ipv6_scopes_that_are_refused(host: str) -> None:
+    assert "scope id" in refused([{"host": host}])
+    assert "scope id" in refused([f"redis://[{host.replace('%', '%25')}]"])
+
+
+@case("C90")
+@pytest.mark.parametrize("host", ["::1:6379", "1::2::3", "[::1", "::1]", "[[::1]]", ":", "::g"])
+def test_ipv6_that_is_refused(host: str) -> None:
+    """A port in the address would be one more group of it: '::1:6379' is an address, alas."""
+    if host == "::1:6379":
+        assert one({"host": host}).sockaddr == ("::1:6379", 6379, 0, 0)
+    else:
+        assert "use an address" in refused([{"host": host}])
+
+
+def test_ipv4_mapped_ipv6() -> None:
+    options = one("redis://[::ffff:10.0.0.7]:7")
+    assert (options.family, options.sockaddr) == (socket.AF_INET, ("10.0.0.7", 7))
+    assert options.address == "10.0.0.7:7"
+
+
+@given(packed=st.binary(min_size=16, max_size=16), port=st.integers(1, 65535))
+@case("C90")
+def test_ipv6_in_general(packed: bytes, port: int) -> None:
+    host = socket.inet_ntop(socket.AF_INET6, packed)
+    options = one(f"redis://[{host}]:{port}")
+    assert options == one({"host": host, "port": port})
+    if options.family == socket.AF_INET6:
+        assert socket.inet_pton(socket.AF_INET6, str(options.sockaddr[0])) == packed
+    else:
+        assert packed[:12] == bytes(10) + b"\xff\xff"
+        assert socket.inet_aton(str(options.sockaddr[0])) == packed[12:]
+    assert options.sockaddr[1] == port
+
+
+@case("C89")
+@pytest.mark.parametrize("length", [107, 108, 200])
+def test_length_of_a_unix_path(length: int) -> None:
+    path = "/tmp/" + "x" * (length - 5)
+    for master in ({"unix_socket_path": path}, f"unix://{path}", f"unix://:S3cr3t!@{path}"):
+        if length <= 107:
+            assert one(master).sockaddr == path.encode()
+        else:
+            message = refused([master], "S3cr3t!")
+            assert f"at most 107 bytes: {path} has {length}" in message
+
+
+@case("C89")
+def test_length_counts_bytes() -> None:
+    assert "has 109" in refused([{"unix_socket_path": "/tmp/" + "é" * 52}])
+
+
+@case("C89")
+def test_relative_unix_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("r.sock", "./r.sock", "d//r.sock"):
+        options = one({"unix_socket_path": path})
+        assert options.sockaddr == os.fsencode(os.path.abspath(path))
+        assert options.address == f"unix:{os.path.abspath(path)}"
+    assert one("unix://?path=r.sock").address == f"unix:{tmp_path}/r.sock"
+    # '..' behind a symbolic link is the kernel's business: not resolved by text.
+    assert one({"unix_socket_path": "link/../r"}).address == f"unix:{tmp_path}/link/../r"
+
+
+@case("C89")
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("unix:///tmp/a%2Fb%20c", "/tmp/a/b c"),
+        ("unix:///tmp/a b", "/tmp/a b"),
+        ("unix:///tmp/a+b", "/tmp/a+b"),
+        ("unix://?path=%2Ftmp%2Fa+b", "/tmp/a b"),
+        ("unix:///tmp/k%C3%A4se", "/tmp/käse"),
+        ("unix:///tmp/käse", "/tmp/käse"),
+        ("unix:///tmp/%ff", os.fsdecode(b"/tmp/\xff")),
+        ("unix:///tmp/%3F%23%25", "/tmp/?#%"),
+        ("unix://u%3A:p%2F@/tmp/x?db=1", "/tmp/x"),
+    ],
+)
+def test_unix_urls(url: str, path: str) -> None:
+    options = one(url)
+    assert options.family == socket.AF_UNIX
+    assert options.sockaddr == os.fsencode(path)
+
+
+@case("C89", "C153")
+def test_address_of_a_unix_socket_is_printable() -> None:
+    assert one("unix:///tmp/%0d%0aä%ff").address == "unix:/tmp/\\r\\nä\\udcff"
+
+
+@case("C89")
+def test_a_working_directory_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getcwd", mock.Mock(side_effect=FileNotFoundError("gone")))
+    assert "cannot be used" in refused([{"unix_socket_path": "x"}])
+
+
+@case("C89")
+def test_the_socket_takes_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the absolute path would be too long for some tmp_path
+    path = tmp_path / "ü"
+    if len(os.fsencode(path)) > 107:
+        pytest.skip("tmp_path is too long for a unix socket")
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
+        server.bind(str(path))
+        server.listen()
+        client.connect(one({"unix_socket_path": "ü"}).sockaddr)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        options = one(f"redis://localhost:{server.getsockname()[1]}")
+        with socket.socket(options.family) as client:
+            client.connect(options.sockaddr)
+
+
+# ---- clients of redis-py ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [redis, redis_asyncio])
+def test_clients(module: Any) -> None:
+    client = module.Redis(
+        host="10.0.0.7", port=7, db=2, username="u", password="p", client_name="n", socket_timeout=1
+    )
+    before = dict(client.connection_pool.connection_kwargs)
+    options = one(client)
+    assert (options.family, options.sockaddr) == (socket.AF_INET, ("10.0.0.7", 7))
+    assert (options.db, options.username, options.client_name) == (2, "u", "n")
+    assert revealed(options) == b"p"
+    assert client.connection_pool.connection_kwargs == before
+    assert one(module.Redis()).address == "127.0.0.1:6379"
+    assert one(module.Redis(decode_responses=True, encoding="latin-1")) == one({})
+    assert one(module.Redis(unix_socket_path="/tmp/x", db=1)).address == "unix:/tmp/x"
+    assert one(module.Redis.from_url("unix://:p@/tmp/x?db=3")).db == 3
+    assert one(module.Redis.from_url("redis://10.0.0.7/4")).db == 4
+    pool = module.BlockingConnectionPool(host="10.0.0.7", timeout=3)
+    assert one(module.Redis(connection_pool=pool)).address == "10.0.0.7:6379"
+
+
+class MyRedis(redis.Redis):  # type: ignore[misc, name-defined]
+    pass
+
+
+class MyConnection(redis.Connection):  # type: ignore[misc, name-defined]
+    pass
+
+
+def test_a_client_class_of_ones_own() -> None:
+    assert one(MyRedis(host="10.0.0.7")).address == "10.0.0.7:6379"
+    pool = redis.ConnectionPool(connection_class=MyConnection)
+    message = refused([redis.Redis(connection_pool=pool)])
+    assert "MyConnection are not supported" in message
+
+
+def test_what_a_newer_client_gives_its_connections() -> None:
+    """A parameter of redis-py's own connection class is known, whatever its name."""
+    client = redis.Redis(host="10.0.0.7")
+    base = type("Base", (redis.connection.Connection,), {"__module__": "redis.connection"})
+    base.__init__ = lambda self, *, some_new_thing=None, **kwargs: None  # type: ignore[misc]
+    client.connection_pool.connection_class = base
+    client.connection_pool.connection_kwargs["some_new_thing"] = 1
+    assert one(client).address == "10.0.0.7:6379"
+    client.connection_pool.connection_kwargs["some_other_thing"] = 1
+    assert "unknown option 'some_other_thing'" in refused([client])
+
+
+@pytest.mark.parametrize("module", [redis, redis_asyncio])
+def test_clients_that_are_refused(module: Any) -> None:
+    from redis.credentials import UsernamePasswordCredentialProvider
+
+    sentinel = module.sentinel.Sentinel([("127.0.0.1", 26379)])
+    provider = UsernamePasswordCredentialProvider("u5er", "S3cr3t!")
+    for client, why in (
+        (module.Redis(ssl=True), "TLS is not supported yet"),
+        (module.Redis.from_url("rediss://127.0.0.1"), "TLS is not supported yet"),
+        (module.Redis(host="redis.example"), "use an address, not 'redis.example'"),
+        (module.Redis(credential_provider=provider), "not supported yet"),
+        (module.Redis(redis_connect_func=print), "redis_connect_func is not supported"),
+        (module.Redis(port=0), "port must be"),
+        (sentinel, "Sentinel is not supported"),
+        (sentinel.master_for("m"), "Sentinel is not supported"),
+        (sentinel.slave_for("m"), "Sentinel is not supported"),
+        (module.RedisCluster.__new__(module.RedisCluster), "Cluster is not supported"),
+        (module.ConnectionPool(), "expected"),
+        (module.Connection(), "expected"),
+        (module.Redis, "expected"),
+        (mock.MagicMock(spec=module.Redis), "expected"),
+        (types.SimpleNamespace(connection_pool=module.ConnectionPool()), "expected"),
+    ):
+        assert why in refused([client], "S3cr3t!")
+
+
+@pytest.mark.parametrize("name", ["FakeRedis", "FakeStrictRedis"])
+def test_fake_clients(name: str) -> None:
+    fake = type(name, (redis.Redis,), {"__module__": "fakeredis._clients._sync"})
+    assert "fake client is not supported" in refused([fake()])
+    client = redis.Redis()
+    client.connection_pool.connection_class = type(
+        "FakeConnection", (redis.Connection,), {"__module__": "fakeredis._connection"}
+    )
+    assert "fake client is not supported" in refused([client])
+
+
+def test_redis_is_not_imported() -> None:
+    code = (
+        "import sys; from redlock_fast.options import parse_masters\n"
+        "before = 'redis' in sys.modules\n"
+        "parse_masters(['redis://127.0.0.1', {'port': 7}])\n"
+        "try: parse_masters([object()])\n"
+        "except ValueError: pass\n"
+        "assert not before and 'redis' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
