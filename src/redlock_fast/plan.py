@@ -254,6 +254,7 @@ def acquire_many(
     owned: list[tuple[Op, list[int]]] = []  # what to clean up unless all ends well
     left = list(range(len(keys)))
     failed: Op | None = None
+    why = YES
     done = False
     try:
         while left:
@@ -275,6 +276,7 @@ def acquire_many(
                     rest.append(item)
                     if word != NO:
                         failed = op
+                        why = NO_QUORUM if NO_QUORUM in words else YES
             owned[-1] = (op, won)
             if rest:
                 fleet.clean_up(op, rest)
@@ -288,13 +290,14 @@ def acquire_many(
             yield pause
         if failed is None and any(hold is not None and now >= hold.deadline_ns for hold in grants):
             failed = owned[0][0]  # granted early, and the later rounds took too long
+            why = YES
         done = failed is None
     finally:
         if not done:
             for op, items in owned:
                 fleet.clean_up(op, items)
     if failed is not None:
-        raise _failed(fleet, failed, NO_QUORUM if NO_QUORUM in failed.verdicts() else YES)
+        raise _failed(fleet, failed, why)
     for grant in grants:
         fleet.count(_CONTENDED if grant is None else _ACQUIRED)
     return grants
@@ -356,6 +359,7 @@ def release(fleet: Fleet, hold: Hold) -> Plan[tuple[bool | None, Op]]:
     # If this is interrupted from here on, the lock may be released again.
     hold.state = UNCONFIRMED
     op = Op(RELEASE, fleet.n, [hold.key], [hold.secret], -1, hold.reached)
+    op.lasts_ms = hold.ttl_ms
     yield op
     return _released(fleet, hold, op.verdict(0)), op
 
@@ -372,6 +376,7 @@ def release_many(fleet: Fleet, holds: Sequence[Hold]) -> Plan[tuple[list[bool | 
         asked |= hold.reached
         hold.state = UNCONFIRMED
     op = Op(RELEASE, fleet.n, [h.key for h in holds], [h.secret for h in holds], -1, asked)
+    op.lasts_ms = max(hold.ttl_ms for hold in holds)
     yield op
     words = op.verdicts()
     return [_released(fleet, hold, word) for hold, word in zip(holds, words, strict=True)], op
@@ -458,12 +463,13 @@ def extend(
             else:
                 results[i] = None
                 failed = op
-    _lose(fleet, foreign, "foreign")
-    _lose(fleet, expired, "expired")
+    # A minority may have set the new expiry.
+    _lose(fleet, foreign, "foreign", ttl_ms)
+    _lose(fleet, expired, "expired", ttl_ms)
     return results, failed or op
 
 
-def _lose(fleet: Fleet, holds: Iterable[Hold], reason: str) -> None:
+def _lose(fleet: Fleet, holds: Iterable[Hold], reason: str, ttl_ms: int) -> None:
     """These are lost: never revived, and what is left of them is deleted."""
     holds = list(holds)
     if not holds:
@@ -473,7 +479,7 @@ def _lose(fleet: Fleet, holds: Iterable[Hold], reason: str) -> None:
         hold.lose(reason)
         fleet.count(_LOST)
         asked |= hold.reached
-    ttl_ms = max(hold.ttl_ms for hold in holds)
+    ttl_ms = max(ttl_ms, *(hold.ttl_ms for hold in holds))
     lost = Op(EXTEND, fleet.n, [h.key for h in holds], [h.secret for h in holds], ttl_ms, asked)
     fleet.clean_up(lost)
 

@@ -104,7 +104,7 @@ def pause_ns(left_ns: int, retry_delay_ns: int, jitter: float) -> tuple[int, boo
     if left_ns == 0:
         return -1, True
     pause = max(pause, MIN_PAUSE_NS)
-    if pause < left_ns:
-        return pause, False
     # A millisecond early: sleeps overshoot, and the try has to start before the limit.
+    if pause < left_ns - NS_PER_MS:
+        return pause, False
     return max(left_ns - NS_PER_MS, 0), True

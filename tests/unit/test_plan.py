@@ -1172,6 +1172,26 @@ def test_c20_a_minority_cannot_be_extended() -> None:
     assert counted(world) == {"acquired": 1, "lost": 1}
 
 
+@pytest.mark.case("C20")
+def test_c20_the_clean_up_of_a_lost_extension_lasts_as_long_as_its_key() -> None:
+    world, hold = acquired(ttl_ms=1000)
+    for i in (1, 2):
+        world.masters[i].keys.clear()
+    steps: Any = plan.extend(world.fleet, world.settings, [hold], 600_000)
+    next(steps)
+    op = steps.send(world.now)
+    world.run_op(op)
+    world.settle(0)
+    away(world, 0)  # it has extended the key to 600 s
+    with pytest.raises(StopIteration) as stop:
+        steps.send(world.now)
+    assert stop.value.value[0] == [False]
+    world.sleep(12_000 * MS)
+    world.masters[0].up = True
+    world.settle(2000)
+    assert world.clean()
+
+
 @pytest.mark.case("C21")
 def test_c21_masters_that_restart_empty_one_after_the_other() -> None:
     world, hold = acquired(3, ttl_ms=5000)

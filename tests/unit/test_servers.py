@@ -112,15 +112,9 @@ def test_info_is_optional(reply: bytes) -> None:
         b"$9223372036854775807\r\n",
         b"$999999999999999999999999\r\n",
         b"=15\r\ntxt:Some string\r\n",
-        pytest.param(b"+OK\r\n", marks=pytest.mark.xfail(strict=True, reason="+OK for INFO")),
-        pytest.param(
-            b"$3\r\nabcXY",
-            marks=pytest.mark.xfail(strict=True, reason="the end of INFO's bulk is not looked at"),
-        ),
-        pytest.param(
-            b"$ 3\r\nabc\r\n",
-            marks=pytest.mark.xfail(strict=True, reason="lengths with blanks (C76)"),
-        ),
+        b"+OK\r\n",
+        b"$3\r\nabcXY",
+        b"$ 3\r\nabc\r\n",
     ],
 )
 def test_c77_other_answers_to_info(reply: bytes) -> None:
@@ -151,12 +145,7 @@ def test_more_than_the_answer_to_info(more: bytes) -> None:
 @pytest.mark.parametrize(
     "start",
     [
-        pytest.param(
-            b"$",
-            marks=pytest.mark.xfail(
-                strict=True, reason="_feed_info waits for a line feed for ever"
-            ),
-        ),
+        b"$",
         b"-",
         b"+",
         b"$60000\r\n",
@@ -333,7 +322,6 @@ def test_a_kill_outlasts_connections_that_do_not_become_ready() -> None:
     assert fleet.take(0) == kill()
 
 
-@pytest.mark.xfail(strict=True, reason="`leftover` is forgotten when KILL is queued, not answered")
 def test_a_kill_that_was_not_answered_is_sent_again() -> None:
     fleet = make_fleet()
     connected(fleet)
@@ -346,7 +334,6 @@ def test_a_kill_that_was_not_answered_is_sent_again() -> None:
     assert kill() in fleet.take(0)
 
 
-@pytest.mark.xfail(strict=True, reason="there is one `leftover`; a second connection replaces it")
 def test_two_broken_connections_are_both_killed() -> None:
     fleet = make_fleet()
     connected(fleet, client_id=7)

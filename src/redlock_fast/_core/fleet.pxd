@@ -36,7 +36,7 @@ cdef class Fleet:
     cpdef uint64_t due(self, int64_t now) except? 0xFFFFFFFFFFFFFFFF
     cdef Link at(self, int slot)
     cpdef int drop_rival(self, int i) except -1
-    cdef int promote(self, int i, int64_t now) except -1
+    cpdef int promote(self, int i, int64_t now) except -1
     cdef int _kin(self, Link link, int64_t now) except -1
     cpdef int64_t next_ns(self) noexcept
     cpdef int broke(self, Link link, str outcome, str cause, int64_t now) except -1

@@ -71,7 +71,7 @@ cdef class Fleet:
         op.start_ns = now
         op.limit_ns = now + self.patience_ns
         if op.lapse_ns == 0:
-            op.lapse_ns = now + LAPSE_NS
+            op.lapse_ns = now + max(LAPSE_NS, op.lasts_ms * 1_000_000 + LAPSE_MARGIN_NS)
         count = self._encode(op, 0)
         for i in range(self.n):
             bit = <uint32_t> 1 << i
@@ -344,7 +344,7 @@ cdef class Fleet:
             self.slots = self.n
         return 0
 
-    cdef int promote(self, int i, int64_t now) except -1:
+    cpdef int promote(self, int i, int64_t now) except -1:
         """The second connection answered first: it carries on."""
         cdef Link old = <Link> self.links[i]
         cdef Link new = <Link> self.rivals[i]

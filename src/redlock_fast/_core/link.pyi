@@ -23,7 +23,7 @@ class Link:
     client_id: int | None
     run_id: str
     local: str
-    leftover: tuple[int, str, str] | None
+    leftovers: deque[tuple[int, str, str]]
     answers: int
     reconnects: int
     errors: dict[str, int]

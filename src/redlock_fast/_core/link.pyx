@@ -46,6 +46,7 @@ cdef extern from "string.h":
 
 cdef enum:
     MAX_PART = 64 * 1024        # bytes of an unfinished line
+    MAX_LEFTOVERS = 8           # broken connections still to be killed on the server
     MAX_DEBTS = 65536           # entries kept for a master that stays away
     PAID_AT_ONCE = 256          # debts queued as one ticket
     MAX_AGAIN = 3               # a command is sent again after NOSCRIPT at most so often
@@ -105,6 +106,7 @@ cdef class Link:
         self.errors = {}
         self.run_id = ""
         self.local = ""
+        self.leftovers = deque(maxlen=MAX_LEFTOVERS)
         self.outcome = "connecting"
         self.cause = ""
         self.took_ns = -1
@@ -310,6 +312,9 @@ cdef class Link:
                 return 0
             if step == CLIENT_ID:
                 self.client_id = self.replies.integer
+        elif step == INFO:
+            self.broke("PROTO", "unexpected answer to INFO", now)
+            return 0
         elif reply != OK:
             self.broke("PROTO", "unexpected answer to the greeting", now)
             return 0
@@ -319,6 +324,8 @@ cdef class Link:
             self._ask(INFO, (b"INFO", b"server"))
         elif step == INFO:
             self._ready(now)
+        elif step == KILL:
+            self.leftovers.popleft()
         return 1
 
     cdef bint _expects_info(self) noexcept:
@@ -335,15 +342,20 @@ cdef class Link:
         p = self.part.p
         n = self.part.n
         nl = <const char*> memchr(p, c'\n', n)
-        if nl == NULL:
+        if nl == NULL and n < 16:
             return 0
-        text = p[1:nl - p].strip()
-        head = nl + 1 - p
-        size = int(text) if text.isdigit() and len(text) < 6 else MAX_PART + 1
+        text = b"" if nl == NULL else p[1:nl - p]
+        head = 0 if nl == NULL else nl + 1 - p
+        size = MAX_PART + 1
+        if text.endswith(b"\r") and text[:-1].isdigit() and len(text) < 8:
+            size = int(text)
         if size > MAX_PART:
-            self.broke("PROTO", "an answer to INFO that is too long", now)
+            self.broke("PROTO", "an answer to INFO that is malformed or too long", now)
             return 0
         if n < head + size + 2:
+            return 0
+        if p[head + size] != c'\r' or p[head + size + 1] != c'\n':
+            self.broke("PROTO", "an answer to INFO that is malformed or too long", now)
             return 0
         if n > head + size + 2:
             self.broke("PROTO", "a reply that nobody asked for", now)
@@ -364,10 +376,11 @@ cdef class Link:
         self.state = READY
         self.retry_ns = now
         self.fresh = True
-        if self.leftover is not None:
-            client_id, address, run_id = self.leftover
-            self.leftover = None
-            if run_id and run_id == self.run_id:
+        if self.leftovers:
+            # Another server has nothing of it; and who does not say which it is, is not asked.
+            same = [row for row in self.leftovers if row[2] and row[2] == self.run_id]
+            self.leftovers = deque(same, maxlen=MAX_LEFTOVERS)
+            for client_id, address, _ in same:
                 # A SET that the server has not read yet must not be read after its deletion.
                 self._ask(KILL, (
                     b"CLIENT", b"KILL", b"ID", b"%d" % client_id, b"ADDR", address.encode(),
@@ -380,7 +393,7 @@ cdef class Link:
         self.news = old.news
         self.debts.extendleft(reversed(old.debts))
         old.debts.clear()
-        self.leftover = old.leftover
+        self.leftovers = old.leftovers
         self.promised = self.booked = old.promised
         self.answers += old.answers
         self.reconnects += old.reconnects
@@ -546,7 +559,8 @@ cdef class Link:
         if kind in _PARTING:
             self.broke("CONFIG" if kind in _CONFIG else kind, text, now)
             return 0
-        if op.kind == ACQUIRE or kind in _PASSING:
+        # (A key that this user may not touch says nothing of the others.)
+        if op.kind == ACQUIRE and kind != "NOPERM" or kind in _PASSING:
             self.failures += 1
             self.retry_ns = now + <int64_t> rules.backoff_ns(self.failures, self.jitter())
             self.trouble(kind, text)
@@ -557,6 +571,7 @@ cdef class Link:
         cdef Ticket* t
         cdef Op op
         cdef list held = []
+        cdef object left = None
         cdef int i = self.index
         cdef int first, count
         self.state = DOWN
@@ -580,7 +595,7 @@ cdef class Link:
             if t.op != NULL:
                 op = <Op> t.op
                 if op.kind != RELEASE and self.client_id is not None and self.local:
-                    self.leftover = (self.client_id, self.local, self.run_id)
+                    left = (self.client_id, self.local, self.run_id)
                 first = t.item + t.done
                 count = t.k - t.done
                 op.owed[i] -= count
@@ -603,6 +618,8 @@ cdef class Link:
                     op.queued[i] = op.k
             op.close(i)
             op.nudged = True
+        if left is not None:
+            self.leftovers.append(left)
         self.booked = self.promised
         self.trouble(outcome, cause)
         return 0
@@ -635,6 +652,7 @@ cdef class Link:
         self.out.n = 0
         self.part.n = 0
         self.debts.clear()
+        self.leftovers.clear()
         return 0
 
     # -- what others read ----------------------------------------------------------------------

@@ -11,6 +11,7 @@ class Op:
     start_ns: int
     limit_ns: int
     ended: bool
+    lasts_ms: int
     asked: int
     hoping: int
     closed: int
