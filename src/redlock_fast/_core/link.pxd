@@ -60,8 +60,8 @@ cdef class Link:
     cdef readonly object client_id      # of this connection, where the master tells
     cdef readonly str run_id            # of the server, where it tells; "" else
     cdef public str local               # our address on this connection, as the server sees it
-    cdef readonly object leftovers      # deque of (client id, address, run id): connections that
-                                        # broke with a SET unanswered, to be killed on the server
+    # deque of (client id, address, run id): what broke with a SET unanswered, and is to be killed
+    cdef readonly object leftovers
     # for stats()
     cdef readonly int64_t answers
     cdef readonly int64_t reconnects
