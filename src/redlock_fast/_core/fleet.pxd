@@ -34,7 +34,6 @@ cdef class Fleet:
     cdef bint overdue(self, int64_t now) noexcept
     cpdef int judge(self, int64_t now) except -1
     cpdef uint64_t due(self, int64_t now) except? 0xFFFFFFFFFFFFFFFF
-    cdef Link at(self, int slot)
     cpdef int drop_rival(self, int i) except -1
     cpdef int promote(self, int i, int64_t now) except -1
     cdef int _kin(self, Link link, int64_t now) except -1
@@ -49,3 +48,8 @@ cdef class Fleet:
     cdef int _give_up(self, Op op, Link link) except -1
     cdef int after_break(self, Link link) except -1
     cpdef int count(self, int what) except -1
+
+
+cdef inline Link link_at(Fleet fleet, int slot):
+    """The link of a slot: a master's, or its rival (None: there is none)."""
+    return <Link> fleet.links[slot] if slot < fleet.n else fleet.rivals[slot - fleet.n]

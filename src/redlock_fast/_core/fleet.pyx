@@ -278,7 +278,7 @@ cdef class Fleet:
         cdef Link link
         cdef int i
         for i in range(self.slots):
-            link = self.at(i)
+            link = link_at(self, i)
             if link is None:
                 continue
             if link.state == READY:
@@ -303,7 +303,7 @@ cdef class Fleet:
         cdef int i
         self.now_ns = now
         for i in range(self.slots):
-            link = self.at(i)
+            link = link_at(self, i)
             if link is None:
                 continue
             if link.state == READY:
@@ -322,17 +322,13 @@ cdef class Fleet:
                            f"{self.connect_ns // 1_000_000} ms", now)
         return 0
 
-    cdef Link at(self, int slot):
-        """The link of a slot: a master's, or its rival (None: there is none)."""
-        return <Link> self.links[slot] if slot < self.n else self.rivals[slot - self.n]
-
     cpdef uint64_t due(self, int64_t now) except? 0xFFFFFFFFFFFFFFFF:
         """Bits of the slots to be dialled now."""
         cdef Link link
         cdef uint64_t bits = 0
         cdef int i
         for i in range(self.slots):
-            link = self.at(i)
+            link = link_at(self, i)
             if link is not None and link.state == DOWN and now >= link.retry_ns:
                 bits |= <uint64_t> 1 << i
         return bits
@@ -377,7 +373,7 @@ cdef class Fleet:
         cdef int64_t at = NEVER
         cdef int i
         for i in range(self.slots):
-            link = self.at(i)
+            link = link_at(self, i)
             if link is None:
                 continue
             if link.state == READY:
@@ -420,16 +416,16 @@ cdef class Fleet:
     def dialing(self, int slot, int64_t now):
         """A connection for this slot is being opened."""
         self.now_ns = now
-        self.at(slot).dialing(now, now + self.connect_ns)
+        link_at(self, slot).dialing(now, now + self.connect_ns)
 
     def connected(self, int slot, int64_t now):
         """The connection is open; the greeting is there to `take`."""
         self.now_ns = now
-        self.at(slot).connected(now)
+        link_at(self, slot).connected(now)
 
     def receive(self, int slot, bytes data not None, int64_t now):
         """Bytes came on this slot's connection, cut anywhere."""
-        cdef Link link = self.at(slot)
+        cdef Link link = link_at(self, slot)
         self.now_ns = now
         self.replies.begin()
         link.feed(data, len(data), now)
@@ -442,12 +438,12 @@ cdef class Fleet:
 
     def lost(self, int slot, str outcome, str cause, int64_t now):
         """This slot's connection failed."""
-        self.broke(self.at(slot), outcome, cause, now)
+        self.broke(link_at(self, slot), outcome, cause, now)
         self.serve(now)
 
     def take(self, int slot):
         """Take away the bytes to be sent on this slot's connection."""
-        cdef Link link = self.at(slot)
+        cdef Link link = link_at(self, slot)
         cdef bytes data = link.out.p[:link.out.n] if link.out.n else b""
         link.out.n = 0
         return data

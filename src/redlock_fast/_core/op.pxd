@@ -62,7 +62,7 @@ cdef class Op:
     cdef uint32_t small_nil
     cdef int undecided
     cdef bint nudged                # something changed that its waiter should know
-    cdef public int64_t lasts_ms    # a release: its keys expire by themselves after this; 0: unknown
+    cdef public int64_t lasts_ms    # a release: its keys expire by themselves after this; 0: ?
     cdef int64_t lapse_ns           # a debt that is older than this is void: the key has expired
 
     cdef int put(self, Buf* b, int item, bint full) except -1

@@ -20,7 +20,7 @@ from cpython.pythread cimport PyThread_get_thread_ident
 from libc.errno cimport EINPROGRESS, errno
 from libc.stdint cimport int64_t, uint64_t
 
-from redlock_fast._core.fleet cimport CHUNK, Fleet
+from redlock_fast._core.fleet cimport CHUNK, Fleet, link_at
 from redlock_fast._core.io cimport (
     END_OF_FILE,
     OPENING,
@@ -255,7 +255,7 @@ cdef class Pump:
                 c = self.mover.chans[i]
                 if not todo >> i & 1 or c == NULL:
                     continue
-                link = self.fleet.at(i)
+                link = link_at(self.fleet, i)
                 if c.phase == OPENING:
                     if c.event:
                         self._opened(link, c, now)
@@ -267,7 +267,7 @@ cdef class Pump:
                 c = self.mover.chans[i]
                 if not todo >> i & 1 or c == NULL:
                     continue
-                link = self.fleet.at(i)
+                link = link_at(self.fleet, i)
                 if link.lines:
                     link.book_lines(c.heard_ns if c.heard_ns else now)
                 if c.event or c.phase != SERVING:
@@ -280,7 +280,7 @@ cdef class Pump:
             # No memory, say: the bytes are gone, and with them the order of the replies.
             for i in range(self.mover.slots):
                 if left >> i & 1 and self.mover.chans[i] != NULL:
-                    link = self.fleet.at(i)
+                    link = link_at(self.fleet, i)
                     link.lines = 0
                     self.fleet.broke(link, "PROTO", "cannot parse replies", now)
                     self.mover.bury(i, True)
@@ -331,7 +331,7 @@ cdef class Pump:
         for i in range(self.fleet.slots):
             # A connect gives the GIL up, so another thread may have been here meanwhile.
             if due >> i & 1:
-                link = self.fleet.at(i)
+                link = link_at(self.fleet, i)
                 if link is not None and link.state == DOWN:
                     self._dial_one(link, i, now)
         return 0
@@ -376,7 +376,7 @@ cdef class Pump:
         cdef int i
         for i in range(self.mover.slots):
             if self.mover.chans[i] != NULL:
-                link = self.fleet.at(i)
+                link = link_at(self.fleet, i)
                 if link is None or link.state == DOWN:
                     self.mover.bury(i, True)
         return 0
@@ -392,7 +392,7 @@ cdef class Pump:
         pthread_mutex_lock(&self.mover.mu)
         self.mover.slots = slots if slots > self.mover.slots else self.mover.slots
         for i in range(slots):
-            link = self.fleet.at(i)
+            link = link_at(self.fleet, i)
             c = self.mover.chans[i]
             if c == NULL or link is None:
                 continue
