@@ -672,7 +672,7 @@ def test_failed_start_shows_the_log_and_leaves_nothing(
     with pytest.raises(RuntimeError) as caught:
         masters.start()
     message = str(caught.value)
-    assert re.match(r"start local master 0 \(127\.0\.0\.1:\d+\): it ended with code 1", message)
+    assert re.match(r"start local master \d \(127\.0\.0\.1:\d+\): it ended with code 1", message)
     assert "no-such-option" in message
     assert [Path(made).exists() for made in made_directories] == [False]
     with pytest.raises(RuntimeError, match="not started"):

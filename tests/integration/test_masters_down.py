@@ -182,11 +182,6 @@ def test_c43_the_server_closes_idle_connections(client: Redlock, masters: LocalM
 
 
 @pytest.mark.case("C43")
-@pytest.mark.xfail(
-    strict=True,
-    reason="a connection that was greeted and not used yet counts as one that never worked "
-    "(Link.served): its end is a WARNING and a back-off, though its greeting proved life",
-)
 def test_c43_the_end_of_a_connection_that_was_only_opened_is_no_news(
     masters: LocalMasters, make_client: MakeClient, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -252,7 +252,9 @@ def test_masters_that_are_away_are_not_dialled_more_often_than_every_10_ms() -> 
 
 def test_a_dead_master_is_hoped_for_when_its_back_off_ends_within_the_round() -> None:
     fleet = ready_fleet(3)
-    fleet.lost(2, "closed", "reset", T0)  # it never served: back-off of 10 ms
+    fleet.lost(2, "closed", "reset", T0)
+    connect(fleet, 2, T0)
+    fleet.lost(2, "closed", "reset", T0)  # twice, and never served: back-off of 10 ms
     op = set_op(3)
     fleet.start(op, T0)
     assert op.hoping == 0b100

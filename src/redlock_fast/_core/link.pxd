@@ -43,6 +43,7 @@ cdef class Link:
     cdef readonly int64_t patience_ns   # master_timeout
     cdef int64_t quiet_ns               # since when it owes without a complete reply
     cdef readonly int64_t retry_ns      # no dialling (DOWN) and no SET (READY) before
+    cdef bint idled                     # the last connection was greeted, and ended unused
     cdef readonly int64_t dial_limit_ns     # DIALING, GREETING: when to give up
     cdef int failures                   # in a row
     cdef int64_t failed_ns              # when the connection last failed

@@ -574,6 +574,11 @@ cdef class Link:
         cdef object left = None
         cdef int i = self.index
         cdef int first, count
+        # An idle connection that a server or a firewall closed is opened again at once, also one
+        # that was only greeted; if the next one does not serve either, waits come, and grow.
+        cdef bint idle = self.state == READY and outcome == "closed" and self.head == self.tail
+        cdef bint was_well = self.served or (idle and not self.idled)
+        self.idled = idle and not self.served
         self.state = DOWN
         self.suspect = False
         self.out.n = 0
@@ -585,9 +590,7 @@ cdef class Link:
         self.outcome = outcome
         self.cause = cause
         self.errors[outcome] = self.errors.get(outcome, 0) + 1
-        # An idle connection that a server or a firewall closed is opened again at once; one that
-        # never served waits, and longer each time.
-        self.failures = 0 if self.served else self.failures + 1
+        self.failures = 0 if was_well else self.failures + 1
         self.retry_ns = now + <int64_t> rules.backoff_ns(self.failures, self.jitter())
         self.served = False
         while self.head != self.tail:
