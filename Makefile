@@ -9,7 +9,7 @@ CYTHON_SOURCES := $(shell find src -name '*.pyx' -o -name '*.pxd') \
     $(addprefix src/redlock_fast/,$(addsuffix .py,rules arguments plan client))
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all coverage lint bench clean FORCE
+.PHONY: help setup demo test test-all coverage sanitize lint bench clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -23,8 +23,9 @@ test: setup ## the quick tests
 	$(PY) -m pytest
 	@echo 'These were the quick tests; "make test-all" runs the slow ones too.'
 
-test-all: setup ## all tests
+test-all: setup ## all tests, and the quick ones with sanitizers
 	$(PY) -m pytest -m ''
+	$(MAKE) sanitize
 
 bench: setup ## the benchmarks
 	$(PY) -m pytest bench
@@ -39,14 +40,24 @@ lint: setup ## style and types
 	$(PY) -m mypy $(RELAXED) bench demo
 	PATH="$(VENV)/bin:$$PATH" cython-lint src
 
-# In a copy of the tree: traced modules are slow, and their C files must lie beside the sources.
-COPY := $(CURDIR)/build/coverage
-coverage: setup ## line coverage of Python and Cython by the quick tests
-	rm -rf $(COPY) && mkdir -p $(COPY)
+# In copies of the tree: these modules are slow, and the C files of traced ones must lie beside the
+# sources, where coverage looks for them.
+COPY := $(CURDIR)/build/copy
+FRESH_COPY = rm -rf $(COPY) && mkdir -p $(COPY) && \
 	tar -cf - $(addprefix --exclude=,./.git ./$(VENV) ./build ./.coverage '*.so') . | tar -xf - -C $(COPY)
-	export REDLOCK_TRACE=1 PYTHONPATH=$(COPY)/src PATH="$(CURDIR)/$(VENV)/bin:$$PATH" && \
-	cd $(COPY) && python setup.py -q build_ext --inplace && \
+IN_COPY = export PYTHONPATH=$(COPY)/src PATH="$(CURDIR)/$(VENV)/bin:$$PATH" && cd $(COPY)
+
+coverage: setup ## line coverage of Python and Cython by the quick tests
+	$(FRESH_COPY)
+	export REDLOCK_TRACE=1 && $(IN_COPY) && python setup.py -q build_ext --inplace && \
 	{ python -m coverage run -m pytest; status=$$?; python -m coverage report && exit $$status; }
+
+sanitize: setup ## the quick tests with AddressSanitizer and UBSan
+	$(FRESH_COPY)
+	export REDLOCK_SANITIZE=address,undefined && $(IN_COPY) && python setup.py -q build_ext --inplace && \
+	export LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 && \
+	export UBSAN_OPTIONS=halt_on_error=1 && \
+	python -m pytest --deselect tests/integration/test_local_masters.py
 
 clean: ## remove all that was made here, .venv too
 	rm -rf $(VENV) build dist src/*.egg-info .coverage .hypothesis .benchmarks .*_cache

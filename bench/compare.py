@@ -147,11 +147,11 @@ def fault_round(
 ) -> FaultRound:
     """Healthy, fault, detection, faulty, back, until the client is healthy again."""
     time.sleep(harness.SETTLE)
-    healthy = contestant.run(seconds)
+    healthy = contestant.run(seconds, rate_too=False)
     fault = Fault(masters[which], kind)
     with fault:
-        detecting = contestant.run(DETECTION, warm_up=0)
-        faulty = detecting if fault.expired else contestant.run(seconds, warm_up=0)
+        detecting = contestant.run(DETECTION, warm_up=0, rate_too=False)
+        faulty = detecting if fault.expired else contestant.run(seconds, warm_up=0, rate_too=False)
         blocked = fault.expired
     recovered = recover(contestant, masters[which])
     prefix = {contestant.name: contestant.names.prefix}
