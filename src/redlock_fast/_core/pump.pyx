@@ -256,6 +256,9 @@ cdef class Pump:
                 if not todo >> i & 1 or c == NULL:
                     continue
                 link = link_at(self.fleet, i)
+                if link is None:
+                    self.mover.bury(i, True)    # a rival that was dropped
+                    continue
                 if c.phase == OPENING:
                     if c.event:
                         self._opened(link, c, now)
@@ -268,6 +271,9 @@ cdef class Pump:
                 if not todo >> i & 1 or c == NULL:
                     continue
                 link = link_at(self.fleet, i)
+                if link is None:
+                    self.mover.bury(i, True)
+                    continue
                 if link.lines:
                     link.book_lines(c.heard_ns if c.heard_ns else now)
                 if c.event or c.phase != SERVING:
@@ -281,6 +287,8 @@ cdef class Pump:
             for i in range(self.mover.slots):
                 if left >> i & 1 and self.mover.chans[i] != NULL:
                     link = link_at(self.fleet, i)
+                    if link is None:
+                        continue
                     link.lines = 0
                     self.fleet.broke(link, "PROTO", "cannot parse replies", now)
                     self.mover.bury(i, True)
@@ -352,7 +360,13 @@ cdef class Pump:
             err = sock.connect_ex(options.sockaddr)
             if err and err != EINPROGRESS:
                 raise OSError(err, os.strerror(err))
-            if self.torn or link.state != DIALING or self.mover.chans[slot] != NULL:
+            # connect() gives the GIL up: another thread may have dropped this link meanwhile.
+            if (
+                self.torn
+                or link_at(self.fleet, slot) is not link
+                or link.state != DIALING
+                or self.mover.chans[slot] != NULL
+            ):
                 sock.close()    # given up meanwhile
                 return 0
             if options.family == _socket.AF_INET:
