@@ -8,8 +8,8 @@ import threading
 import time
 
 import pytest
-
 from integration.helpers import MakeClient, are_clean, eventually
+
 from redlock_fast import Lock, NoQuorum, Redlock
 from redlock_fast.testing import LocalMasters, MakeLocalMasters
 
