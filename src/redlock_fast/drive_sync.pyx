@@ -1,8 +1,8 @@
 """Drives plans for threads: rounds through the shared pump, sleeps, and the janitor.
 
 Given a plan, runs it to its end in the calling thread. All threads of a client share one `Driver`
-and its pump. While debts exist and nobody may come along to pay them, and only then, a daemon
-thread (the janitor) looks after the connections.
+and its pump. While deletions are not answered, and a second after, a daemon thread (the janitor)
+looks after the connections, as no other call may come along.
 """
 
 import logging
@@ -14,8 +14,8 @@ from cpython.ref cimport Py_DECREF
 
 from redlock_fast._core.fleet cimport Fleet
 from redlock_fast._core.io cimport clock_ns
-from redlock_fast._core.pump cimport Pump
 from redlock_fast._core.op cimport Op
+from redlock_fast._core.pump cimport Pump
 
 from redlock_fast.errors import ClosedError
 
