@@ -18,5 +18,10 @@ cdef class Redlock:
     cdef int64_t _patience_ns
     cdef int64_t _connect_ns
 
+    cpdef _try(self, object resource, object ttl, object wait)
+
+    @cython.locals(hold=Hold)
+    cpdef release(self, object lock)
+
     @cython.locals(hold=Hold)
     cpdef _check(self, object lock)

@@ -22,6 +22,7 @@ from redlock_fast.arguments import Milliseconds, resource_key, ttl_ms
 from redlock_fast.drive_sync import Driver
 from redlock_fast.errors import ClosedError, LockLost, NoQuorum, NotAcquired
 from redlock_fast.options import parse_masters
+from redlock_fast.plan import LOST, RELEASED
 from redlock_fast.plan import acquire as _acquire
 from redlock_fast.plan import release as _release
 from redlock_fast.rules import NS_PER_MS
@@ -310,9 +311,10 @@ class Redlock:
             ClosedError: the client is closed.
         """
         self._check(lock)
-        if lock.process is not _process or lock.state in (plan.RELEASED, plan.LOST):
+        hold = lock
+        if hold.process is not _process or hold.state == RELEASED or hold.state == LOST:
             return False
-        result, op = self._driver.drive(_release(self._fleet, lock))
+        result, op = self._driver.drive(_release(self._fleet, hold))
         if result is None:
             raise plan.no_quorum(self._fleet, op, "cannot confirm the release")
         return result

@@ -122,19 +122,22 @@ cdef class Driver:
         """The janitor: looks after the connections while deletions are not answered."""
         pause = _JANITOR_S
         quiet = 0.0
-        answers = -1
+        looks = answers = -1
         try:
             while not self._closed.wait(pause):
-                if self.fleet.indebted:
-                    quiet = 0.0
-                    self.pump.idle(0)
-                else:
+                if not self.fleet.indebted:
                     quiet += pause
                     if quiet >= _LINGER_S:
                         break
+                elif self.pump.looks != looks:
+                    quiet = 0.0         # callers are at work, and look as they go
+                else:
+                    quiet = 0.0
+                    self.pump.idle(0)
                 # A master that hangs for long is not worth fifty looks a second.
                 pause = _JANITOR_S if self.fleet.answers != answers else min(2 * pause, 0.2)
                 answers = self.fleet.answers
+                looks = self.pump.looks
         except ClosedError:
             pass
         except Exception:

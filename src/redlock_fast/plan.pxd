@@ -1,9 +1,11 @@
 # C types of plan.py, for speed only; what the plans do stands there.
 
+cimport cython
 from libc.stdint cimport int64_t, uint32_t
 
 from redlock_fast._core.fleet cimport Fleet
-from redlock_fast._core.op cimport Op
+from redlock_fast._core.op cimport Op, new_op
+from redlock_fast.rules cimport drift_ns
 
 cdef class Settings:
     cdef public int64_t retries
@@ -13,6 +15,9 @@ cdef class Settings:
     cdef public object jitter
     cdef public type lock_type
     cdef public int64_t warned_ns
+
+    @cython.locals(ttl_ns=int64_t)
+    cpdef int64_t lasting_ns(self, int64_t ttl_ms) except -1
 
 cdef class Hold:
     cdef public bytes key
@@ -31,4 +36,13 @@ cdef class Hold:
     cdef public object guard
 
     cpdef claim(self, object resource, object owner, object process)
+    cpdef uint32_t voters(self) except? 0xFFFFFFFF
     cpdef lose(self, str reason)
+
+
+@cython.locals(hold=Hold)
+cdef Hold _grant(
+    Settings settings, Op op, int item, uint32_t reached, int64_t ttl_ms, int64_t deadline_ns,
+    int64_t now_ns
+)
+cdef object _released(Fleet fleet, Hold hold, int word)

@@ -1,4 +1,5 @@
 # cython: annotation_typing=True
+# (Not where C types stand in the .pxd: an annotation `int` would be a Python int.)
 """What a lock does next: try, judge, clean up, retry, extend, as generators.
 
 A plan is driven by a facade's driver and never waits itself. It yields
@@ -21,11 +22,13 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
+import cython
+
 from redlock_fast import rules
 from redlock_fast._core.fleet import COUNTERS, Fleet
-from redlock_fast._core.op import Op
+from redlock_fast._core.op import Op, new_op
 from redlock_fast.errors import NoQuorum, Report
-from redlock_fast.rules import NO, NO_QUORUM, NS_PER_MS, YES
+from redlock_fast.rules import NO, NO_QUORUM, NS_PER_MS, YES, drift_ns
 
 log = logging.getLogger("redlock_fast")
 
@@ -83,10 +86,11 @@ class Settings:
         self.lock_type = lock_type
         self.warned_ns = -_WARN_EVERY_NS
 
+    @cython.annotation_typing(False)
     def lasting_ns(self, ttl_ms: int) -> int:
         """What a ttl leaves after the drift: the validity before any time has passed."""
         ttl_ns = ttl_ms * NS_PER_MS
-        return ttl_ns - rules.drift_ns(ttl_ns, self.drift_factor)
+        return ttl_ns - drift_ns(ttl_ns, self.drift_factor)
 
 
 class Hold:
@@ -130,6 +134,7 @@ class Hold:
         self.owner = owner
         self.process = process
 
+    @cython.annotation_typing(False)
     def voters(self) -> int:
         """Bits of the masters that may hold our key.
 
@@ -146,6 +151,7 @@ class Hold:
         self.reason = reason
 
 
+@cython.annotation_typing(False)
 def _grant(
     settings: Settings,
     op: Op,
@@ -208,7 +214,7 @@ def acquire(
     op: Op | None = None
     try:
         while True:
-            op = Op(ACQUIRE, fleet.n, [key], settings.draw(1), ttl_ms)
+            op = new_op(ACQUIRE, fleet.n, [key], settings.draw(1), ttl_ms, EVERYBODY)
             now = yield op
             word = op.verdict(0)
             if word == YES:
@@ -258,7 +264,8 @@ def acquire_many(
     done = False
     try:
         while left:
-            op = Op(ACQUIRE, fleet.n, [keys[j] for j in left], settings.draw(len(left)), ttl_ms)
+            names = [keys[j] for j in left]
+            op = new_op(ACQUIRE, fleet.n, names, settings.draw(len(left)), ttl_ms, EVERYBODY)
             owned.append((op, list(range(len(left)))))
             now = yield op
             words = op.verdicts()
@@ -358,7 +365,7 @@ def release(fleet: Fleet, hold: Hold) -> Plan[tuple[bool | None, Op]]:
     """Release one lock; see `release_many`."""
     # If this is interrupted from here on, the lock may be released again.
     hold.state = UNCONFIRMED
-    op = Op(RELEASE, fleet.n, [hold.key], [hold.secret], -1, hold.reached)
+    op = new_op(RELEASE, fleet.n, [hold.key], [hold.secret], -1, hold.reached)
     op.lasts_ms = hold.ttl_ms
     yield op
     return _released(fleet, hold, op.verdict(0)), op
@@ -375,13 +382,14 @@ def release_many(fleet: Fleet, holds: Sequence[Hold]) -> Plan[tuple[list[bool | 
     for hold in holds:
         asked |= hold.reached
         hold.state = UNCONFIRMED
-    op = Op(RELEASE, fleet.n, [h.key for h in holds], [h.secret for h in holds], -1, asked)
+    op = new_op(RELEASE, fleet.n, [h.key for h in holds], [h.secret for h in holds], -1, asked)
     op.lasts_ms = max(hold.ttl_ms for hold in holds)
     yield op
     words = op.verdicts()
     return [_released(fleet, hold, word) for hold, word in zip(holds, words, strict=True)], op
 
 
+@cython.annotation_typing(False)
 def _released(fleet: Fleet, hold: Hold, word: int) -> bool | None:
     if word == YES:
         hold.state = RELEASED
@@ -400,7 +408,7 @@ def release_token(fleet: Fleet, key: bytes, secret: bytes) -> Plan[bool]:
     Raises:
         NoQuorum: no quorum of answers.
     """
-    op = Op(RELEASE, fleet.n, [key], [secret], -1, EVERYBODY)
+    op = new_op(RELEASE, fleet.n, [key], [secret], -1, EVERYBODY)
     yield op
     if op.verdict(0) == NO_QUORUM:
         raise no_quorum(fleet, op, "cannot release")
@@ -438,7 +446,7 @@ def extend(
         hold.deadline_ns = min(hold.deadline_ns, now + lasting_ns)
     op = failed = None
     for voters, rows in todo.items():
-        op = Op(
+        op = new_op(
             EXTEND,
             fleet.n,
             [hold.key for _, hold, _ in rows],
@@ -480,7 +488,7 @@ def _lose(fleet: Fleet, holds: Iterable[Hold], reason: str, ttl_ms: int) -> None
         fleet.count(_LOST)
         asked |= hold.reached
     ttl_ms = max(ttl_ms, *(hold.ttl_ms for hold in holds))
-    lost = Op(EXTEND, fleet.n, [h.key for h in holds], [h.secret for h in holds], ttl_ms, asked)
+    lost = new_op(EXTEND, fleet.n, [h.key for h in holds], [h.secret for h in holds], ttl_ms, asked)
     fleet.clean_up(lost)
 
 
@@ -490,7 +498,7 @@ def adopt(fleet: Fleet, settings: Settings, key: bytes, secret: bytes, ttl_ms: i
     Raises:
         NoQuorum: no quorum of answers.
     """
-    op = Op(EXTEND, fleet.n, [key], [secret], ttl_ms, EVERYBODY)
+    op = new_op(EXTEND, fleet.n, [key], [secret], ttl_ms, EVERYBODY)
     now = yield op
     deadline = op.start_ns + settings.lasting_ns(ttl_ms)
     if op.verdict(0) == NO_QUORUM:
@@ -509,7 +517,7 @@ def look(fleet: Fleet, kind: int, key: bytes, secret: bytes, asked: int) -> Plan
     Raises:
         NoQuorum: no quorum of answers.
     """
-    op = Op(kind, fleet.n, [key], [secret], -1, asked)
+    op = new_op(kind, fleet.n, [key], [secret], -1, asked)
     yield op
     if op.verdict(0) == NO_QUORUM:
         raise no_quorum(fleet, op, "cannot tell who holds the lock")

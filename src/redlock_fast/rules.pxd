@@ -3,7 +3,13 @@
 cimport cython
 
 cpdef int quorum(int n) noexcept
+
+
+@cython.locals(q=int)
 cpdef int acquire_verdict(int yes, int no, int still_open, int n) noexcept
+
+
+@cython.locals(q=int)
 cpdef int holder_verdict(int yes, int no, int still_open, int n) noexcept
 
 

@@ -3,7 +3,7 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from redlock_fast._core.link cimport Link
-from redlock_fast._core.op cimport Op
+from redlock_fast._core.op cimport MAX_MASTERS, Op
 from redlock_fast._core.wire cimport Buf, Replies
 
 cdef enum:
@@ -16,6 +16,7 @@ cdef class Fleet:
     cdef readonly list links
     cdef readonly list rivals       # per master: a second connection beside a suspect one, or None
     cdef readonly int slots         # n; or 2 n while there is a rival, whose slot is n + its index
+    cdef void* at[2 * MAX_MASTERS]  # by slot, borrowed from `links` and `rivals`; NULL: no rival
     cdef object jitter
     cdef readonly list news         # (address, word, cause), for the log; the driver empties it
     cdef readonly int64_t patience_ns
@@ -31,6 +32,7 @@ cdef class Fleet:
     cpdef int serve(self, int64_t now) except -1
     cpdef int finish(self, Op op) except -1
     cpdef int expire(self, Op op, int64_t now) except -1
+    cdef bint calm(self, int64_t now) noexcept
     cdef bint overdue(self, int64_t now) noexcept
     cpdef int judge(self, int64_t now) except -1
     cpdef uint64_t due(self, int64_t now) except? 0xFFFFFFFFFFFFFFFF
@@ -47,9 +49,10 @@ cdef class Fleet:
     cdef int _part_with(self, Op op, uint32_t away, int64_t now) except -1
     cdef int _give_up(self, Op op, Link link) except -1
     cdef int after_break(self, Link link) except -1
+    cdef int _place(self) except -1
     cpdef int count(self, int what) except -1
 
 
 cdef inline Link link_at(Fleet fleet, int slot):
     """The link of a slot: a master's, or its rival (None: there is none)."""
-    return <Link> fleet.links[slot] if slot < fleet.n else fleet.rivals[slot - fleet.n]
+    return <Link> fleet.at[slot] if fleet.at[slot] != NULL else None

@@ -15,7 +15,7 @@ Never: system calls, clocks, waiting. All under the GIL.
 cimport cython
 
 from redlock_fast._core.link cimport DIALING, DOWN, GREETING, MAX_OWED, MAX_UNSENT, READY, Link
-from redlock_fast._core.op cimport ACQUIRE, MAX_MASTERS, RELEASE, Op
+from redlock_fast._core.op cimport ACQUIRE, MAX_MASTERS, RELEASE, Op, new_op
 from redlock_fast._core.wire cimport Replies, buf_free
 
 cdef int64_t NEVER = 0x7FFFFFFFFFFFFFFF
@@ -51,14 +51,23 @@ cdef class Fleet:
         self.hoping = []
         self.jitter = jitter
         self.rivals = [None] * self.n
-        self.slots = self.n
         self.links = [
             Link(i, options, self.replies, patience_ns, jitter, self.news)
             for i, options in enumerate(masters)
         ]
+        self._place()
 
     def __dealloc__(self):
         buf_free(&self.scratch)
+
+    cdef int _place(self) except -1:
+        """`links` or `rivals` have changed."""
+        cdef int i
+        for i in range(self.n):
+            self.at[i] = <void*> self.links[i]
+            self.at[self.n + i] = NULL if self.rivals[i] is None else <void*> self.rivals[i]
+        self.slots = 2 * self.n if any(self.rivals) else self.n
+        return 0
 
     # -- rounds --------------------------------------------------------------------------------
 
@@ -77,7 +86,7 @@ cdef class Fleet:
             bit = <uint32_t> 1 << i
             if not op.asked & bit:
                 continue
-            link = <Link> self.links[i]
+            link = <Link> self.at[i]
             if link.takes(op, now):
                 link.queue(op, 0, count, &self.scratch, now)
                 continue
@@ -111,7 +120,7 @@ cdef class Fleet:
             others += (op.asked & ~away) >> i & 1
         for i in range(self.n):
             if away >> i & 1:
-                link = <Link> self.links[i]
+                link = <Link> self.at[i]
                 if others < self.n // 2 + 1 and link.may_redial(now):
                     link.retry_ns = now
                 else:
@@ -141,7 +150,7 @@ cdef class Fleet:
             bit = <uint32_t> 1 << i
             if not op.asked & bit or op.hoping & bit or op.queued[i] >= op.k:
                 continue
-            link = <Link> self.links[i]
+            link = <Link> self.at[i]
             if op.closed & bit:
                 continue
             if link.state != READY or op.kind == ACQUIRE and link.retry_ns > now:
@@ -184,18 +193,18 @@ cdef class Fleet:
         cdef uint32_t bit
         self.now_ns = now
         for i in range(self.n):
-            link = <Link> self.links[i]
+            link = <Link> self.at[i]
             if link.fresh:
                 link.fresh = False
                 self._kin(link, now)
-            if link.state == READY and link.debts and now >= link.retry_ns:
+            if link.state == READY and link.indebted and now >= link.retry_ns:
                 link.pay(now)
         if not self.hoping:
             return 0
         for op in self.hoping[:]:
             for i in range(self.n):
                 bit = <uint32_t> 1 << i
-                link = <Link> self.links[i]
+                link = <Link> self.at[i]
                 if op.ended or not op.hoping & bit or not link.takes(op, now):
                     continue
                 op.hoping &= ~bit
@@ -230,7 +239,7 @@ cdef class Fleet:
         cdef Link link
         cdef int i, count
         for i in range(self.n):
-            link = <Link> self.links[i]
+            link = <Link> self.at[i]
             if not op.asked >> i & 1 or op.closed >> i & 1 or link.state != READY:
                 continue
             if op.queued[i] == op.k:
@@ -256,7 +265,7 @@ cdef class Fleet:
         for i in range(self.n):
             if not op.asked >> i & 1 or op.closed >> i & 1:
                 continue
-            link = <Link> self.links[i]
+            link = <Link> self.at[i]
             if op.owed[i] or op.queued[i] < op.k and not op.hoping >> i & 1:
                 op.explain(i, "timeout", "no answer in time")
             elif op.hoping >> i & 1:
@@ -272,6 +281,25 @@ cdef class Fleet:
         return self._forget(op)
 
     # -- health --------------------------------------------------------------------------------
+
+    cdef bint calm(self, int64_t now) noexcept:
+        """Is every master ready and prompt, and nobody has anything to say, to pay or to hope for?
+
+        Then `serve`, `judge`, `due` and `next_ns` have nothing to do, and need not be asked.
+        """
+        cdef Link link
+        cdef int i
+        if self.slots != self.n or self.hoping:
+            return False
+        for i in range(self.n):
+            link = <Link> self.at[i]
+            if (
+                link.state != READY or link.fresh or link.indebted or link.out.n
+                or link.retry_ns > now
+                or link.promised != link.booked and now - link.quiet_ns >= self.patience_ns
+            ):
+                return False
+        return True
 
     cdef bint overdue(self, int64_t now) noexcept:
         """Would `judge` find anybody? Only to be asked after the sockets were drained."""
@@ -315,7 +343,7 @@ cdef class Fleet:
                         self.rivals[i] = Link(
                             i, link.options, self.replies, self.patience_ns, self.jitter, None
                         )
-                        self.slots = 2 * self.n
+                        self._place()
             elif link.state != DOWN and now >= link.dial_limit_ns:
                 what = "connect" if link.state == DIALING else "handshake"
                 self.broke(link, "timeout", f"the {what} took longer than "
@@ -336,9 +364,7 @@ cdef class Fleet:
     cpdef int drop_rival(self, int i) except -1:
         """No second connection any more."""
         self.rivals[i] = None
-        if not any(self.rivals):
-            self.slots = self.n
-        return 0
+        return self._place()
 
     cpdef int promote(self, int i, int64_t now) except -1:
         """The second connection answered first: it carries on."""
@@ -377,10 +403,10 @@ cdef class Fleet:
             if link is None:
                 continue
             if link.state == READY:
-                if link.retry_ns > self.now_ns and (link.debts or self.hoping):
+                if link.retry_ns > self.now_ns and (link.indebted or self.hoping):
                     at = min(at, link.retry_ns)
             elif link.state == DOWN:
-                if link.debts or self.hoping:
+                if link.indebted or self.hoping:
                     at = min(at, link.retry_ns)
             else:
                 at = min(at, link.dial_limit_ns)
@@ -404,7 +430,7 @@ cdef class Fleet:
         cdef Link link
         self.hoping = []
         self.rivals = [None] * self.n
-        self.slots = self.n
+        self._place()
         self.news.clear()
         self.replies._renew()
         for link in self.links:
@@ -471,13 +497,13 @@ cdef class Fleet:
             asked = op.reached(min(items) if items else 0)
         if not keys or not asked:
             return
-        debt = Op(RELEASE, self.n, keys, tokens, -1, asked)
+        debt = new_op(RELEASE, self.n, keys, tokens, -1, asked)
         debt.ended = True
         debt.start_ns = self.now_ns
         debt.lapse_ns = self.now_ns + op.ttl_ms * 1_000_000 + LAPSE_MARGIN_NS
         for i in range(self.n):
             if asked >> i & 1:
-                link = <Link> self.links[i]
+                link = <Link> self.at[i]
                 link.owe(debt, 0, debt.k)
                 if link.state == READY:
                     link.pay(self.now_ns)
@@ -496,8 +522,8 @@ cdef class Fleet:
         cdef Link link
         cdef int i
         for i in range(self.n):
-            link = <Link> self.links[i]
-            if link.stuck or link.unpaid or link.debts:
+            link = <Link> self.at[i]
+            if link.stuck or link.unpaid or link.indebted:
                 return True
         return False
 
@@ -513,7 +539,11 @@ cdef class Fleet:
     @property
     def answers(self):
         """Replies ever booked, of all masters."""
-        return sum([(<Link> link).answers for link in self.links])
+        cdef int64_t total = 0
+        cdef int i
+        for i in range(self.n):
+            total += (<Link> self.at[i]).answers
+        return total
 
     @property
     def unsettled(self):
@@ -522,7 +552,7 @@ cdef class Fleet:
         for link in self.links:
             if link.state == READY and link.promised != link.booked:
                 return True
-            if link.debts or link.unsent or link.out.n:
+            if link.indebted or link.unsent or link.out.n:
                 return True
         return False
 

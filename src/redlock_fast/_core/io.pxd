@@ -81,6 +81,7 @@ cdef class Mover:
     cdef bint flushing          # somebody sends
     cdef bint leading           # somebody has the reading role
     cdef bint polling           # ... and is inside its system calls
+    cdef bint behind            # at the last `collect`, some socket took no more
     cdef bint alert             # some chan has an event that nobody took
     cdef int64_t timer_ns       # when the GIL has to look even if nothing comes in
     cdef Waiter* first

@@ -274,10 +274,14 @@ cdef class Mover:
         cdef int i
         cdef uint64_t bits = 0
         pthread_mutex_lock(&self.mu)
-        self.alert = False
+        self.alert = self.behind = False
         for i in range(self.slots):
             c = self.chans[i]
-            if c != NULL and (c.event or c.inb.n):
+            if c == NULL:
+                continue
+            if c.stuck:
+                self.behind = True
+            if c.event or c.inb.n:
                 bits |= <uint64_t> 1 << i
                 c.taken, c.inb = c.inb, c.taken
         pthread_mutex_unlock(&self.mu)

@@ -55,7 +55,8 @@ cdef class Link:
     cdef readonly str cause
     cdef int64_t unpaid                 # deletions sent and not answered
     cdef readonly object debts          # deque of (op, first item, count)
-    cdef dict text_sent                 # script's hash -> `promised` when its text went out
+    cdef bint indebted                  # there are some
+    cdef int64_t text_sent[4]           # by script: `promised` when its text went out; -1: not yet
     cdef object jitter                  # () -> [0, 1)
     cdef list news                      # shared with the fleet
     cdef readonly object client_id      # of this connection, where the master tells
@@ -93,4 +94,5 @@ cdef class Link:
     cdef int after_fork(self) except -1
     cdef int _well(self) except -1
     cdef int _ask(self, int step, tuple words) except -1
+    cdef void _no_text_sent(self) noexcept
     cdef void _drop_head(self)

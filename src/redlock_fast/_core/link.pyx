@@ -20,7 +20,7 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdlib cimport free, realloc
 
-from redlock_fast._core.op cimport ACQUIRE, FAIL, RELEASE, Op, Vote
+from redlock_fast._core.op cimport ACQUIRE, FAIL, NO_SCRIPT, RELEASE, Op, Vote
 from redlock_fast._core.wire cimport (
     ERROR,
     INTEGER,
@@ -102,7 +102,7 @@ cdef class Link:
         self.jitter = jitter
         self.news = news
         self.debts = deque(maxlen=MAX_DEBTS)
-        self.text_sent = {}
+        self._no_text_sent()
         self.errors = {}
         self.run_id = ""
         self.local = ""
@@ -117,6 +117,11 @@ cdef class Link:
         free(self.ring)
         buf_free(&self.out)
         buf_free(&self.part)
+
+    cdef void _no_text_sent(self) noexcept:
+        cdef int i
+        for i in range(4):
+            self.text_sent[i] = -1
 
     cdef void _drop_head(self):
         cdef PyObject* op = self.ring[self.head & self.mask].op
@@ -190,10 +195,10 @@ cdef class Link:
         """Queue the commands of `count` items from `item`, whose bytes are in `commands`."""
         cdef Buf own = Buf(NULL, 0, 0)
         cdef int j
-        if op.script is not None and op.script.sha not in self.text_sent:
+        if op.script != NO_SCRIPT and self.text_sent[op.script] < 0:
             # The first use of a script on a connection brings its text along: asking by hash first
             # could let later commands overtake what has to be asked again after NOSCRIPT.
-            self.text_sent[op.script.sha] = self.promised
+            self.text_sent[op.script] = self.promised
             try:
                 for j in range(item, item + count):
                     op.put(&own, j, j == item)
@@ -224,6 +229,7 @@ cdef class Link:
     cdef int owe(self, Op op, int item, int count) except -1:
         """These compare-and-deletes have to reach the master, some time."""
         self.debts.append((op, item, count))
+        self.indebted = True
         return 0
 
     cdef int pay(self, int64_t now) except -1:
@@ -232,13 +238,15 @@ cdef class Link:
         cdef Op op
         cdef int item, count, most, j
         try:
-            while self.debts and self.promised - self.booked < 2 * MAX_OWED - PAID_AT_ONCE:
+            while self.indebted and self.promised - self.booked < 2 * MAX_OWED - PAID_AT_ONCE:
                 op, item, count = self.debts.popleft()
+                self.indebted = len(self.debts) > 0
                 if op.lapse_ns < now:
                     continue
                 most = min(count, PAID_AT_ONCE)
                 if most < count:
                     self.debts.appendleft((op, item + most, count - most))
+                    self.indebted = True
                 b.n = 0
                 for j in range(item, item + most):
                     op.put(&b, j, False)
@@ -257,7 +265,7 @@ cdef class Link:
         self.client_id = None
         self.run_id = ""
         self.local = ""
-        self.text_sent.clear()
+        self._no_text_sent()
         self.reconnects += 1
         return 0
 
@@ -393,6 +401,8 @@ cdef class Link:
         self.news = old.news
         self.debts.extendleft(reversed(old.debts))
         old.debts.clear()
+        old.indebted = False
+        self.indebted = len(self.debts) > 0
         self.leftovers = old.leftovers
         self.promised = self.booked = old.promised
         self.answers += old.answers
@@ -524,11 +534,11 @@ cdef class Link:
         cdef str kind = error_kind(text)
         cdef Buf b = Buf(NULL, 0, 0)
         cdef bint full
-        if kind == "NOSCRIPT" and op.script is not None and again < MAX_AGAIN:
+        if kind == "NOSCRIPT" and op.script != NO_SCRIPT and again < MAX_AGAIN:
             # The text goes out once; what was under way meanwhile is asked again by hash behind it.
-            full = self.text_sent.get(op.script.sha, -1) <= place
+            full = self.text_sent[op.script] <= place
             if full:
-                self.text_sent[op.script.sha] = self.promised
+                self.text_sent[op.script] = self.promised
             try:
                 op.put(&b, item, full)
                 if buf_put(&self.out, b.p, b.n) != 0:
@@ -655,6 +665,7 @@ cdef class Link:
         self.out.n = 0
         self.part.n = 0
         self.debts.clear()
+        self.indebted = False
         self.leftovers.clear()
         return 0
 

@@ -19,6 +19,12 @@ cdef enum Vote:
     YES = 1         # granted, ours
     NO = 2          # taken, foreign, missing
 
+cdef enum ScriptNumber:
+    NO_SCRIPT = 0
+    RELEASE_SCRIPT = 1
+    EXTEND_SCRIPT = 2
+    LOOK_SCRIPT = 3
+
 cdef enum Outcome:
     NOTHING = 0     # no answer so far
     GRANTED = 1
@@ -36,7 +42,7 @@ cdef class Op:
     cdef readonly int64_t ttl_ms    # of SET and PEXPIRE, else -1
     cdef readonly list keys
     cdef readonly list tokens
-    cdef object script              # scripts.Script, None for ACQUIRE
+    cdef int script                 # a ScriptNumber; NO_SCRIPT for ACQUIRE
     cdef public int64_t start_ns    # read before the first byte was queued
     cdef public int64_t limit_ns    # when who has not answered is late
     cdef public bint ended          # every item has its verdict; later votes change nothing
@@ -65,6 +71,8 @@ cdef class Op:
     cdef public int64_t lasts_ms    # a release: its keys expire by themselves after this; 0: ?
     cdef int64_t lapse_ns           # a debt that is older than this is void: the key has expired
 
+    cdef int _begin(self, int kind, int n, list keys, list tokens, int64_t ttl_ms,
+                    uint32_t asked) except -1
     cdef int put(self, Buf* b, int item, bint full) except -1
     cdef Vote judge(self, Reply reply, int64_t value)
     cdef void say(self, int master, Reply reply, int64_t value) noexcept
@@ -74,4 +82,7 @@ cdef class Op:
     cdef void expire(self) noexcept
     cdef void close(self, int master) noexcept
     cpdef int verdict(self, int item=*) except -1
+    cpdef uint32_t reached(self, int item=*) noexcept
     cpdef uint32_t refused(self, int item=*) except? 0xFFFFFFFF
+
+cpdef Op new_op(int kind, int n, list keys, list tokens, int64_t ttl_ms, uint32_t asked)

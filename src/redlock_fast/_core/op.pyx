@@ -8,15 +8,15 @@ Never: system calls, clocks (times are told), knowledge of connections. All unde
 """
 
 cimport cython
+from libc.stdint cimport uint64_t
 from libc.stdlib cimport calloc, free
 
 from redlock_fast import scripts
 from redlock_fast._core.wire cimport INTEGER, NIL, OK, put_script, put_set
 from redlock_fast.rules cimport acquire_verdict, holder_verdict
 
-_RELEASE = scripts.RELEASE
-_EXTEND = scripts.EXTEND
-_LOOK = scripts.LOOK
+# By the number of `ScriptNumber`.
+cdef tuple _SCRIPTS = (None, scripts.RELEASE, scripts.EXTEND, scripts.LOOK)
 
 # Outcome words by the number of `Outcome`.
 _WORDS = (None, "granted", "taken", "ours", "foreign", "missing", "unasked")
@@ -37,8 +37,14 @@ cdef class Op:
             was never sent the lock's SET cannot hold its token, so they count as "missing".
     """
 
-    def __cinit__(self, int kind, int n, list keys, list tokens, int64_t ttl_ms=-1,
-                  uint32_t asked=0xFFFFFFFF):
+    def __init__(self, int kind, int n, list keys, list tokens, int64_t ttl_ms=-1,
+                 uint32_t asked=0xFFFFFFFF):
+        if self.kind:
+            raise TypeError("a round is begun once")
+        self._begin(kind, n, keys, tokens, ttl_ms, asked)
+
+    cdef int _begin(self, int kind, int n, list keys, list tokens, int64_t ttl_ms,
+                    uint32_t asked) except -1:
         cdef int i, j
         cdef uint8_t* block
         self.kind = kind
@@ -47,7 +53,7 @@ cdef class Op:
         self.tokens = tokens
         self.k = len(keys)
         self.ttl_ms = ttl_ms
-        self.asked = asked & ((<uint32_t> 1 << n) - 1 if n < 32 else 0xFFFFFFFF)
+        self.asked = asked & <uint32_t> ((<uint64_t> 1 << n) - 1)
         self.undecided = self.k
         block = self.small
         self.nils = &self.small_nil
@@ -64,16 +70,17 @@ cdef class Op:
         self.failed = block + 2 * self.k
         self.word = block + 3 * self.k
         if kind == RELEASE:
-            self.script = _RELEASE
+            self.script = RELEASE_SCRIPT
         elif kind == EXTEND:
-            self.script = _EXTEND
+            self.script = EXTEND_SCRIPT
         elif kind != ACQUIRE:
-            self.script = _LOOK
+            self.script = LOOK_SCRIPT
         for i in range(n):
             if not self.asked >> i & 1:
                 self.outcome[i] = UNASKED
                 for j in range(self.k):
                     self.vote(i, j, NO, 0)
+        return 0
 
     def __dealloc__(self):
         if self.k > 1:
@@ -84,8 +91,9 @@ cdef class Op:
         """Append the command of one item; `full`: with the script's text instead of its hash."""
         if self.kind == ACQUIRE:
             return put_set(b, <bytes> self.keys[item], <bytes> self.tokens[item], self.ttl_ms)
+        script = <tuple> _SCRIPTS[self.script]
         return put_script(
-            b, self.script.text, self.script.sha, full,
+            b, <bytes> script[0], <bytes> script[1], full,
             <bytes> self.keys[item], <bytes> self.tokens[item], self.ttl_ms,
         )
 
@@ -185,7 +193,7 @@ cdef class Op:
         """The verdicts of all items, as bytes."""
         return (<char*> self.word)[:self.k]
 
-    def reached(self, int item=0):
+    cpdef uint32_t reached(self, int item=0) noexcept:
         """Bits of the masters to which this item's command was queued."""
         cdef uint32_t bits = 0
         cdef int i
@@ -223,3 +231,10 @@ cdef class Op:
 
     def __reduce__(self):
         raise TypeError("a round cannot be pickled or copied")
+
+
+cpdef Op new_op(int kind, int n, list keys, list tokens, int64_t ttl_ms, uint32_t asked):
+    """An `Op`, for compiled callers: its arguments stay C values."""
+    cdef Op op = Op.__new__(Op)
+    op._begin(kind, n, keys, tokens, ttl_ms, asked)
+    return op

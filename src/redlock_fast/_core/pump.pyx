@@ -147,7 +147,6 @@ cdef class Pump:
                 self.mover.end_waiter(w)
             if op.hoping or op.k > 1:
                 fleet.finish(op)
-            self.active_ns = clock_ns()
 
     cdef int _check(self) except -1:
         if self.closed:
@@ -165,7 +164,7 @@ cdef class Pump:
         cdef bint something = len(self.fleet.news) > 0
         cdef int i
         for i in range(self.n):
-            link = <Link> self.fleet.links[i]
+            link = <Link> self.fleet.at[i]
             if link.out.n:
                 self._post()
                 self.mover.push()
@@ -175,7 +174,7 @@ cdef class Pump:
     cdef int64_t _freshen(self, int64_t now) except -1:
         """Before a round: look at idle connections, judge, dial. Returns the time."""
         cdef Waiter* w
-        if now - self.active_ns < IDLE_NS and not self.fleet.overdue(now):
+        if now - self.active_ns < IDLE_NS and (self.fleet.calm(now) or not self.fleet.overdue(now)):
             return now
         self.active_ns = now
         # Drained before anyone is judged. (While another thread reads, it drains.)
@@ -212,7 +211,9 @@ cdef class Pump:
                 self._parse(todo, now)
         finally:
             self.mover.parsed()
-        self.fleet.now_ns = now
+        self.active_ns = self.fleet.now_ns = now
+        if self.mover.timer_ns == NEVER and not self.mover.behind and self.fleet.calm(now):
+            return self._wake_decided()
         if self.fleet.slots > self.n:
             self._settle_rivals(now)
         if self.fleet.next_ns() <= now:
@@ -232,7 +233,7 @@ cdef class Pump:
             rival = self.fleet.rivals[i]
             if rival is None:
                 continue
-            link = <Link> self.fleet.links[i]
+            link = <Link> self.fleet.at[i]
             if rival.state == READY and (link.suspect or link.state != READY):
                 self.mover.bury(i, True)
                 self.fleet.promote(i, now)
@@ -465,7 +466,7 @@ cdef class Pump:
                         mark = op.end[i]
                 else:
                     # A batch that has more to send, as answers come in.
-                    link = <Link> self.fleet.links[i]
+                    link = <Link> self.fleet.at[i]
                     part = True
                     mark = link.booked + 1
                     if op.owed[i]:

@@ -39,7 +39,8 @@ cdef class Replies:
     cdef object _feed
     cdef object _gets
     cdef Buf _chunk             # room for the header of an array, then whole lines of all runs
-    cdef size_t _at             # in _chunk: the next reply's line
+    cdef size_t _at             # in _chunk: the next reply's line, while they go one at a time
+    cdef Buf _starts            # the first byte of each line
     cdef int _count             # lines in _chunk
     cdef int _taken             # of them, handed out
     cdef list _values           # what hiredis made of them; None: one at a time

@@ -1,6 +1,5 @@
 from redlock_fast.scripts import Script
 
-MAX_LINE: int
 
 class Replies: ...
 

@@ -18,8 +18,9 @@ from libc.string cimport memchr, memcmp, memcpy
 
 import hiredis
 
-# A line longer than this closes the link (DESIGN, rule 11); Redis' own errors are far shorter.
-MAX_LINE = 64 * 1024
+cdef enum:
+    # A line longer than this closes the link (DESIGN, rule 11); Redis' own errors are far shorter.
+    MAX_LINE = 64 * 1024
 
 _MORE = object()    # what gets() returns when it wants more bytes; False would also be a value
 
@@ -211,6 +212,7 @@ cdef class Replies:
 
     def __dealloc__(self):
         buf_free(&self._chunk)
+        buf_free(&self._starts)
 
     cdef int _renew(self) except -1:
         # After an error hiredis keeps answering with it: a reader is never resumed, but replaced.
@@ -221,6 +223,7 @@ cdef class Replies:
 
     cdef int begin(self) except -1:
         self._chunk.n = HEADER
+        self._starts.n = 0
         self._at = HEADER
         self._count = 0
         self._taken = 0
@@ -234,14 +237,19 @@ cdef class Replies:
         cdef const char* at = p
         cdef const char* nl
         cdef int lines = 0
+        cdef size_t before = self._starts.n
         while at < end:
             nl = <const char*> memchr(at, c'\n', end - at)
             if nl == NULL or nl - at >= MAX_LINE:
+                self._starts.n = before
                 self.text = "a line longer than 64 KiB"
                 return -2
             if odd_start(at, nl - at):
+                self._starts.n = before
                 self.text = odd_text(at, nl - at)
                 return -2
+            if buf_put(&self._starts, at, 1) != 0:
+                raise MemoryError("no memory for replies")
             lines += 1
             at = nl + 1
         if buf_put(&self._chunk, p, n) != 0:
@@ -289,29 +297,32 @@ cdef class Replies:
         return _MORE
 
     cdef Reply next(self) except *:
-        cdef const char* at = self._chunk.p + self._at
-        cdef const char* nl = <const char*> memchr(at, c'\n', self._chunk.n - self._at)
+        cdef const char* at
+        cdef const char* nl
         cdef object value
-        self._at += nl + 1 - at
+        cdef char start = self._starts.p[self._taken]
         if self._values is not None:
             value = self._values[self._taken]
         else:
+            at = self._chunk.p + self._at
+            nl = <const char*> memchr(at, c'\n', self._chunk.n - self._at)
+            self._at += nl + 1 - at
             value = self._one(at, nl + 1 - at)
             if value is _MORE:
                 self._taken += 1
                 return ODD
         self._taken += 1
-        if at[0] == c':':
+        if start == c':':
             if type(value) is int:
                 self.integer = value
                 return INTEGER
-        elif at[0] == c'+':
+        elif start == c'+':
             if type(value) is bytes:
                 if PyBytes_GET_SIZE(value) == 2 and memcmp(PyBytes_AS_STRING(value), b"OK", 2) == 0:
                     return OK
                 self.text = "unexpected status reply"
                 return STATUS
-        elif at[0] == c'$':
+        elif start == c'$':
             if value is None:
                 return NIL
         elif isinstance(value, hiredis.ReplyError):
