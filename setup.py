@@ -24,6 +24,7 @@ SOURCES = [
     "redlock_fast/rules.py",  # the .py files are importable as they are, too
     "redlock_fast/arguments.py",
     "redlock_fast/plan.py",
+    "redlock_fast/holds.py",
     "redlock_fast/drive_sync.pyx",
     "redlock_fast/client.py",
     "redlock_fast/_core/wire.pyx",

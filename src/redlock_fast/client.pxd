@@ -1,27 +1,9 @@
 # C types of client.py, for speed only.
 
-from libc.stdint cimport int64_t
-
-from redlock_fast._core.fleet cimport Fleet
-from redlock_fast.arguments cimport resource_key, ttl_ms
 from redlock_fast.drive_sync cimport Driver
-from redlock_fast.plan cimport Hold, Settings
+from redlock_fast.holds cimport BaseClient
 
-cimport cython
-
-cdef class Redlock:
-    cdef object __weakref__
-    cdef dict __dict__
-    cdef readonly Fleet _fleet
-    cdef readonly Settings _settings
+cdef class Redlock(BaseClient):
     cdef readonly Driver _driver
-    cdef int64_t _patience_ns
-    cdef int64_t _connect_ns
 
     cpdef _try(self, object resource, object ttl, object wait)
-
-    @cython.locals(hold=Hold)
-    cpdef release(self, object lock)
-
-    @cython.locals(hold=Hold)
-    cpdef _check(self, object lock)

@@ -8,48 +8,27 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-import random
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, NoReturn, ParamSpec, SupportsIndex, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from redlock_fast import arguments, plan
-from redlock_fast._core.fleet import Fleet
-from redlock_fast._core.io import draw_tokens, now_ns
-from redlock_fast.arguments import Milliseconds, resource_key, ttl_ms
+from redlock_fast import plan
+from redlock_fast._core.io import now_ns
+from redlock_fast.arguments import Milliseconds
 from redlock_fast.drive_sync import Driver
-from redlock_fast.errors import ClosedError, LockLost, NoQuorum, NotAcquired
-from redlock_fast.options import parse_masters
-from redlock_fast.plan import LOST, RELEASED
-from redlock_fast.plan import acquire as _acquire
+from redlock_fast.errors import ClosedError, NoQuorum
+from redlock_fast.holds import BaseClient, BaseContext, BaseLock
 from redlock_fast.plan import release as _release
-from redlock_fast.rules import NS_PER_MS
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class _Process:
-    """Stands for this process; a forked child gets another one."""
-
-
-_process = _Process()
-
-
-def _after_fork_in_child() -> None:
-    global _process
-    _process = _Process()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 # Guards the making of a lock's own guard, which most locks never need.
 _guards = threading.Lock()
 
 
-class Lock(plan.Hold):
+class Lock(BaseLock):
     """A lock that was granted. Made by `Redlock`, never by hand.
 
     It is held until it is released, lost, or past its deadline on our own monotonic clock. A lock
@@ -57,53 +36,6 @@ class Lock(plan.Hold):
     """
 
     __slots__ = ("__weakref__",)
-
-    def __init__(self) -> None:
-        raise TypeError("a Lock is made by Redlock.acquire(), not by hand")
-
-    @property
-    def token(self) -> str:
-        """The random value that signs this lock on the masters: 40 hex digits.
-
-        Whoever has it can release the lock: keep it out of logs.
-        """
-        return self.secret.decode()
-
-    @property
-    def ttl(self) -> int:
-        """What the key's expiry was last set to, in ms."""
-        return self.ttl_ms
-
-    @property
-    def validity(self) -> float:
-        """How long the lock was good for when it was granted, in ms."""
-        return self.validity_ns / NS_PER_MS
-
-    def remaining(self) -> float:
-        """How long the lock is still ours, in ms; 0.0 when it is not held. No I/O."""
-        if self.state != plan.HELD or self.process is not _process:
-            return 0.0
-        return max(self.deadline_ns - now_ns(), 0) / NS_PER_MS
-
-    @property
-    def held(self) -> bool:
-        """Not released, not lost, before its deadline, and taken by this process. No I/O."""
-        return self.state == plan.HELD and self.process is _process and now_ns() < self.deadline_ns
-
-    def __bool__(self) -> bool:
-        return self.held
-
-    def raise_if_lost(self) -> None:
-        """Raise `LockLost` if the lock was lost or its validity is over. No I/O.
-
-        A lock that was released is not lost.
-        """
-        if self.state == plan.LOST:
-            raise self._lost(self.reason)
-        if self.process is not _process:
-            raise self._lost("foreign")
-        if self.state != plan.RELEASED and now_ns() >= self.deadline_ns:
-            raise self._lost("expired")
 
     def release(self) -> bool:
         """Release the lock; see `Redlock.release`."""
@@ -127,29 +59,16 @@ class Lock(plan.Hold):
         """Release. A lock that was lost meanwhile raises `LockLost`, one whose release no quorum
         confirmed `NoQuorum`; when the body raised, its exception comes out, with a note.
         """
-        failure: LockLost | NoQuorum | ClosedError | None = None
-        if self.process is not _process or self.state == plan.RELEASED:
+        if not self._to_leave():
             return
         expired = now_ns() >= self.deadline_ns
+        released = False
+        failure = None
         try:
-            if self.state == plan.LOST or not self.release():
-                failure = self._lost(self.reason)
-            elif expired:
-                failure = self._lost("expired")
+            released = self.state != plan.LOST and self.release()
         except (NoQuorum, ClosedError) as error:
             failure = error
-        if failure is None:
-            return
-        if exc is None:
-            raise failure
-        if hasattr(exc, "add_note"):
-            exc.add_note(f"and the lock: {type(failure).__name__}: {failure}")
-        elif exc.__context__ is None:
-            exc.__context__ = failure
-
-    def _lost(self, reason: str) -> LockLost:
-        why = "its validity is over" if reason == "expired" else "the masters do not hold our token"
-        return LockLost(f"lock {_shown(self.resource)} was lost: {why}", reason)
+        self._leave(exc, released, expired, failure)
 
     def _serial(self) -> threading.Lock:
         """Extends of one lock are serialised by this."""
@@ -159,28 +78,8 @@ class Lock(plan.Hold):
             guard: threading.Lock = self.guard
         return guard
 
-    def __repr__(self) -> str:
-        if self.process is not _process:
-            state = "another process'"
-        elif self.state == plan.HELD:
-            state = f"{self.remaining():.0f} ms left"
-        else:
-            state = ("held", "released", "release unconfirmed", "lost")[self.state]
-        return f"<Lock {_shown(self.resource)}, {state}>"
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a Lock cannot be pickled or copied, it belongs to one process; "
-            "hand its token over, and take it up with Redlock.adopt()"
-        )
-
-    __copy__ = __reduce__
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.__reduce__()
-
-
-class Redlock:
+class Redlock(BaseClient):
     """A Redlock client for N independent Redis or Valkey masters, shared by all threads.
 
     The constructor does no I/O. All durations are whole milliseconds (int or timedelta).
@@ -201,31 +100,9 @@ class Redlock:
         TypeError, ValueError: another argument of the wrong type or out of range.
     """
 
-    def __init__(
-        self,
-        masters: Sequence[Any],
-        *,
-        retries: SupportsIndex = 3,
-        retry_delay: Milliseconds = 200,
-        clock_drift_factor: float = 0.01,
-        master_timeout: Milliseconds = 50,
-        connect_timeout: Milliseconds = 1000,
-    ) -> None:
-        options = parse_masters(masters)
-        self._patience_ns = (
-            arguments.milliseconds("master_timeout", master_timeout, least=1) * NS_PER_MS
-        )
-        connect_ms = arguments.milliseconds("connect_timeout", connect_timeout, least=1)
-        self._settings = plan.Settings(
-            retries=arguments.count("retries", retries),
-            retry_delay_ns=arguments.milliseconds("retry_delay", retry_delay) * NS_PER_MS,
-            drift_factor=arguments.drift_factor(clock_drift_factor),
-            draw=draw_tokens,
-            jitter=random.random,
-            lock_type=Lock,
-        )
-        self._connect_ns = connect_ms * NS_PER_MS
-        self._fleet = Fleet(options, self._patience_ns, self._connect_ns, random.random)
+    _lock_type = Lock
+
+    def _set_up(self) -> None:
         self._driver = Driver(self._fleet)
 
     # -- one lock --------------------------------------------------------------------------------
@@ -259,17 +136,9 @@ class Redlock:
     def _try(
         self, resource: str | bytes, ttl: Milliseconds, wait: Milliseconds | float | None
     ) -> tuple[Lock | None, Any]:
-        lock, op = self._driver.drive(
-            _acquire(
-                self._fleet,
-                self._settings,
-                resource_key(resource),
-                ttl_ms(ttl, self._settings.drift_factor),
-                None if wait is None else arguments.wait_ns(wait, plan.FOREVER),
-            )
-        )
+        lock, op = self._driver.drive(self._plan_acquire(resource, ttl, wait))
         if lock is not None:
-            lock.claim(resource, self, _process)
+            self._claimed(lock, resource)
         return lock, op
 
     def extend(self, lock: Lock, ttl: Milliseconds | None = None) -> bool:
@@ -286,17 +155,12 @@ class Redlock:
             ValueError: the lock is another client's, or the ttl makes no sense.
             ClosedError: the client is closed.
         """
-        self._check(lock)
-        ms = lock.ttl_ms
-        if ttl is not None:
-            ms = arguments.ttl_ms(ttl, self._settings.drift_factor)
-        if lock.process is not _process:
+        ms = self._extension_ms(lock, ttl)
+        if ms < 0:
             return False
         with lock._serial():
-            results, op = self._driver.drive(plan.extend(self._fleet, self._settings, [lock], ms))
-        if results[0] is None:
-            raise plan.no_quorum(self._fleet, op, "cannot extend")  # type: ignore[arg-type]
-        return results[0]
+            results, op = self._driver.drive(self._plan_extend([lock], ms))
+        return self._confirmed(results[0], op, "cannot extend")
 
     def release(self, lock: Lock) -> bool:
         """Release a lock on every master.
@@ -310,14 +174,10 @@ class Redlock:
             ValueError: the lock is another client's.
             ClosedError: the client is closed.
         """
-        self._check(lock)
-        hold = lock
-        if hold.process is not _process or hold.state == RELEASED or hold.state == LOST:
+        if not self._releasable(lock):
             return False
-        result, op = self._driver.drive(_release(self._fleet, hold))
-        if result is None:
-            raise plan.no_quorum(self._fleet, op, "cannot confirm the release")
-        return result
+        result, op = self._driver.drive(_release(self._fleet, lock))
+        return self._confirmed(result, op, "cannot confirm the release")
 
     def lock(
         self,
@@ -332,9 +192,6 @@ class Redlock:
         Exit raises `LockLost` when the lock was lost meanwhile, `NoQuorum` when no quorum confirmed
         the release; the body's own exception comes first. Arguments: see `acquire`.
         """
-        arguments.resource_key(resource)
-        arguments.ttl_ms(ttl, self._settings.drift_factor)
-        arguments.wait_ns(wait, plan.FOREVER)
         return LockContext(self, resource, ttl, wait)
 
     # -- many locks ------------------------------------------------------------------------------
@@ -361,18 +218,11 @@ class Redlock:
             ValueError: a resource is named twice; and as `acquire`.
         """
         names = list(resources)
-        keys = [arguments.resource_key(name) for name in names]
-        if len(set(keys)) != len(keys):
-            raise ValueError("a resource is named twice")
-        ms = arguments.ttl_ms(ttl, self._settings.drift_factor)
-        limit = arguments.wait_ns(wait, plan.FOREVER)
-        if not keys:
+        steps = self._plan_many(names, ttl, wait)
+        if steps is None:
             return []
-        locks = self._driver.drive(plan.acquire_many(self._fleet, self._settings, keys, ms, limit))
-        for name, lock in zip(names, locks, strict=True):
-            if lock is not None:
-                lock.claim(name, self, _process)
-        return locks
+        locks = self._driver.drive(steps)
+        return [self._claimed(lock, name) for name, lock in zip(names, locks, strict=True)]
 
     def extend_many(self, locks: Iterable[Lock], ttl: Milliseconds | None = None) -> list[bool]:
         """Extend many locks, pipelined; all are finished before anything is raised.
@@ -384,33 +234,19 @@ class Redlock:
             NoQuorum: some had no quorum of answers; `.results` has None for them.
             ValueError: a lock is another client's.
         """
-        batch = self._batch(locks)
-        ms = None
-        if ttl is not None:
-            ms = arguments.ttl_ms(ttl, self._settings.drift_factor)
-        results: list[bool | None] = [False] * len(batch)
+        results, todo = self._extensions(locks, ttl)
         failed = None
-        groups: dict[int, list[int]] = {}
-        for i, lock in enumerate(batch):
-            if lock.process is _process:
-                groups.setdefault(lock.ttl_ms if ms is None else ms, []).append(i)
-        for each, places in groups.items():
-            held = [batch[i] for i in places]
-            # In one order for everybody, or two batches could wait for each other.
-            serials = [lock._serial() for lock in sorted(set(held), key=id)]
+        for ms, places, held in todo:
+            # In one order, so that two batches cannot wait for each other.
+            serials = [lock._serial() for lock in sorted(held, key=id)]
             for serial in serials:
                 serial.acquire()
             try:
-                answers, op = self._driver.drive(
-                    plan.extend(self._fleet, self._settings, held, each)
-                )
+                answers, op = self._driver.drive(self._plan_extend(held, ms))
             finally:
                 for serial in serials:
                     serial.release()
-            for i, answer in zip(places, answers, strict=True):
-                results[i] = answer
-                if answer is None:
-                    failed = op
+            failed = self._filled(results, places, answers, op, failed)
         return self._finished(results, failed, "cannot extend")
 
     def release_many(self, locks: Iterable[Lock]) -> list[bool]:
@@ -423,35 +259,12 @@ class Redlock:
             NoQuorum: some had no quorum of answers; `.results` has None for them.
             ValueError: a lock is another client's.
         """
-        batch = self._batch(locks)
-        results: list[bool | None] = [False] * len(batch)
+        results, places, held = self._releases(locks)
         failed = None
-        places = [
-            i
-            for i, lock in enumerate(batch)
-            if lock.process is _process and lock.state not in (plan.RELEASED, plan.LOST)
-        ]
-        if places:
-            held = [batch[i] for i in places]
+        if held:
             answers, op = self._driver.drive(plan.release_many(self._fleet, held))
-            for i, answer in zip(places, answers, strict=True):
-                results[i] = answer
-                if answer is None:
-                    failed = op
+            failed = self._filled(results, places, answers, op, failed)
         return self._finished(results, failed, "cannot confirm the release")
-
-    def _batch(self, locks: Iterable[Lock]) -> list[Lock]:
-        batch = list(locks)
-        for lock in batch:
-            self._check(lock)
-        if len(set(map(id, batch))) != len(batch):
-            raise ValueError("a lock is named twice")
-        return batch
-
-    def _finished(self, results: list[bool | None], failed: Any, what: str) -> list[bool]:
-        if failed is not None:
-            raise plan.no_quorum(self._fleet, failed, what, results)
-        return results  # type: ignore[return-value]
 
     # -- asking, handing over ---------------------------------------------------------------------
 
@@ -461,8 +274,7 @@ class Redlock:
         Raises:
             NoQuorum: no quorum of answers.
         """
-        key = arguments.resource_key(resource)
-        return self._driver.drive(plan.look(self._fleet, plan.LOCKED, key, b"", plan.EVERYBODY))
+        return self._driver.drive(self._plan_locked(resource))
 
     def owned(self, lock: Lock) -> bool:
         """Does a quorum of masters still hold our token? Asks them; see `Lock.held` for no I/O.
@@ -471,12 +283,8 @@ class Redlock:
             NoQuorum: no quorum of answers.
             ValueError: the lock is another client's.
         """
-        self._check(lock)
-        if lock.process is not _process or lock.state in (plan.RELEASED, plan.LOST):
-            return False
-        return self._driver.drive(
-            plan.look(self._fleet, plan.OWNED, lock.key, lock.secret, lock.voters())
-        )
+        steps = self._plan_owned(lock)
+        return steps is not None and self._driver.drive(steps)
 
     def adopt(self, resource: str | bytes, token: str | bytes, ttl: Milliseconds) -> Lock | None:
         """Take over a lock that was handed over by its token: one extension to `ttl` ms.
@@ -488,18 +296,8 @@ class Redlock:
             NoQuorum: no quorum of answers.
             TypeError, ValueError: an argument.
         """
-        lock: Lock | None = self._driver.drive(
-            plan.adopt(
-                self._fleet,
-                self._settings,
-                arguments.resource_key(resource),
-                arguments.token(token),
-                arguments.ttl_ms(ttl, self._settings.drift_factor),
-            )
-        )
-        if lock is not None:
-            lock.claim(resource, self, _process)
-        return lock
+        lock = self._driver.drive(self._plan_adopt(resource, token, ttl))
+        return self._claimed(lock, resource)  # type: ignore[no-any-return]
 
     def release_token(self, resource: str | bytes, token: str | bytes) -> bool:
         """Release a lock by its token alone.
@@ -511,8 +309,7 @@ class Redlock:
             NoQuorum: no quorum of answers.
             TypeError, ValueError: an argument.
         """
-        key = arguments.resource_key(resource)
-        return self._driver.drive(plan.release_token(self._fleet, key, arguments.token(token)))
+        return self._driver.drive(self._plan_release_token(resource, token))
 
     # -- the client ------------------------------------------------------------------------------
 
@@ -522,18 +319,6 @@ class Redlock:
         Returns when each is ready or has failed, or after `connect_timeout`; see `stats` for which.
         """
         self._driver.connect(self._connect_ns)
-
-    def stats(self) -> dict[str, Any]:
-        """Counters since the client was made, and the state of each master.
-
-        Returns:
-            A plain dict: acquired, contended, no_quorum, too_late, released, extended, lost; and
-            `masters`, a list of dicts: address, state (down, connecting, greeting, ready, suspect),
-            owed (replies), debts (clean-ups that wait for a connection), reconnects, replies,
-            errors (count by kind), cause (of the last failure), ms (of the last reply, or None).
-        """
-        stats: dict[str, Any] = self._fleet.stats()
-        return stats
 
     def close(self) -> None:
         """Disconnect; held locks are not released. Idempotent.
@@ -549,59 +334,20 @@ class Redlock:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        rows = ", ".join(link.address for link in self._fleet.links)
-        return f"<Redlock of {rows}>"
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a Redlock client cannot be pickled or copied, its connections belong to one process; "
-            "make one in each process from the same settings"
-        )
-
-    __copy__ = __reduce__
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.__reduce__()
-
-    def _check(self, lock: Lock) -> None:
-        if not isinstance(lock, Lock):
-            raise TypeError(f"expected a Lock, not {type(lock).__name__}")
-        hold = lock
-        if hold.owner is not self:
-            raise ValueError("the lock was taken by another client")
-
-
-class LockContext:
+class LockContext(BaseContext):
     """What `Redlock.lock()` returns: a context manager, and a decorator for plain functions."""
 
-    __slots__ = ("_client", "_lock", "_resource", "_ttl", "_wait")
-
-    def __init__(
-        self,
-        client: Redlock,
-        resource: str | bytes,
-        ttl: Milliseconds,
-        wait: Milliseconds | float | None,
-    ) -> None:
-        self._client = client
-        self._resource = resource
-        self._ttl = ttl
-        self._wait = wait
-        self._lock: Lock | None = None
+    __slots__ = ()
 
     def __enter__(self) -> Lock:
-        if self._lock is not None:
-            raise RuntimeError("cannot enter: this context is in use; make another with lock()")
-        client = self._client
-        lock, op = client._try(self._resource, self._ttl, self._wait)
-        if lock is None:
-            raise NotAcquired(
-                f"lock {_shown(self._resource)} is held by somebody else",
-                plan.reports(client._fleet, op),
-            )
-        self._lock = lock
-        return lock
+        self._begin()
+        try:
+            lock, op = self._client._try(self._resource, self._ttl, self._wait)
+            return self._entered(lock, op)  # type: ignore[no-any-return]
+        except BaseException:
+            self._end()
+            raise
 
     def __exit__(
         self,
@@ -609,7 +355,7 @@ class LockContext:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        lock, self._lock = self._lock, None
+        lock = self._end()
         if lock is not None:
             lock.__exit__(exc_type, exc, traceback)
 
@@ -624,9 +370,3 @@ class LockContext:
                 return function(*args, **kwargs)
 
         return locked
-
-
-def _shown(resource: str | bytes) -> str:
-    """A resource for messages: quoted, escaped, bounded."""
-    text = ascii(resource)
-    return text if len(text) <= 80 else text[:77] + "..."
