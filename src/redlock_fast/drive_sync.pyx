@@ -17,6 +17,7 @@ from redlock_fast._core.io cimport clock_ns
 from redlock_fast._core.op cimport Op
 from redlock_fast._core.pump cimport Pump
 
+from redlock_fast import plan as plans
 from redlock_fast.errors import ClosedError
 
 cdef extern from "Python.h":
@@ -98,14 +99,7 @@ cdef class Driver:
 
     def _settle(self):
         """There is news for the log, or debts that nobody may be there to pay."""
-        news, self.fleet.news[:] = self.fleet.news[:], []
-        for address, word, cause in news:
-            if word == "well":
-                log.info("master %s answers again", address)
-            elif word == "akin":
-                log.warning("master %s %s", address, cause)
-            else:
-                log.warning("master %s fails: %s%s", address, word, cause and f": {cause}")
+        plans.tell(self.fleet)
         if self.fleet.indebted and not self.pump.paying and not self._closed.is_set():
             janitor = threading.Thread(target=self._pay, name="redlock_fast-janitor", daemon=True)
             self.pump.paying = True

@@ -192,6 +192,18 @@ def no_quorum(fleet: Fleet, op: Op, what: str, results: Any = None) -> NoQuorum:
     return NoQuorum(f"{what}: no quorum of answers", reports(fleet, op), results)
 
 
+def tell(fleet: Fleet) -> None:
+    """Log what has become of masters since the last time."""
+    news, fleet.news[:] = fleet.news[:], []
+    for address, word, cause in news:
+        if word == "well":
+            log.info("master %s answers again", address)
+        elif word == "akin":
+            log.warning("master %s %s", address, cause)
+        else:
+            log.warning("master %s fails: %s%s", address, word, cause and f": {cause}")
+
+
 # -- acquire -------------------------------------------------------------------------------------
 
 
