@@ -500,7 +500,7 @@ cdef class Fleet:
         debt = new_op(RELEASE, self.n, keys, tokens, -1, asked)
         debt.ended = True
         debt.start_ns = self.now_ns
-        debt.lapse_ns = self.now_ns + op.ttl_ms * 1_000_000 + LAPSE_MARGIN_NS
+        debt.lapse_ns = self.now_ns + max(op.ttl_ms, op.lasts_ms) * 1_000_000 + LAPSE_MARGIN_NS
         for i in range(self.n):
             if asked >> i & 1:
                 link = <Link> self.at[i]
