@@ -147,6 +147,8 @@ cdef class Op:
             self.undecided -= 1
             if self.undecided == 0:
                 self.ended = True
+                if self.inbox is not None:
+                    self.inbox.append(self)
 
     cdef void fail(self, int master, int first, int count) noexcept:
         """No usable answer from this master on `count` items from `first`."""
