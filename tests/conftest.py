@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from integration.bridge import Bridge
 from integration.helpers import (
     PATIENT,
     MakeClient,
     descriptors,
     eventually,
     keys_of,
+    names,
     taught,
 )
 
@@ -100,8 +102,47 @@ def _nothing_is_left() -> Iterator[None]:
         time.sleep(0.01)
 
 
+# Tests of these modules that take a client run once for each facade.
+FOR_BOTH = names(
+    """test_acquire test_calls test_context test_debts test_errors test_extend test_facade
+    test_least_permission test_many test_masters_down test_release test_second_connections
+    test_unix_and_ipv6 test_waiting"""
+)
+# But for these, which are about the sync one.
+FOR_THREADS = names(
+    """test_a_coroutine_function_is_refused
+    test_the_janitor_pays_when_the_master_can_be_reached_again
+    test_a_dead_master_keeps_one_janitor_only"""
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    module = metafunc.module.__name__.rpartition(".")[2]
+    if (
+        "facade" in metafunc.fixturenames
+        and module in FOR_BOTH
+        and metafunc.function.__name__ not in FOR_THREADS
+    ):
+        uvloop = pytest.param("uvloop", marks=pytest.mark.slow)
+        metafunc.parametrize("facade", ["threads", "asyncio", uvloop], indirect=True)
+
+
 @pytest.fixture
-def make_client(make_local_masters: MakeLocalMasters, net: Any) -> Iterator[MakeClient]:
+def facade(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The type of client: `redlock_fast.Redlock`, or the asyncio one behind the same verbs."""
+    kind = getattr(request, "param", "threads")
+    if kind == "threads":
+        yield Redlock
+        return
+    bridge = Bridge(kind)
+    yield bridge.client
+    bridge.close()
+
+
+@pytest.fixture
+def make_client(
+    make_local_masters: MakeLocalMasters, net: Any, facade: Any
+) -> Iterator[MakeClient]:
     """A function that makes a client, closed after the test.
 
     Takes masters, fakes, proxies, and what `Redlock` takes; settings are `Redlock`'s, but for
@@ -115,7 +156,7 @@ def make_client(make_local_masters: MakeLocalMasters, net: Any) -> Iterator[Make
         def make(masters: Any, *, warm: bool = True, **settings: Any) -> Redlock:
             places = [getattr(master, "url", master) for master in masters]
             settings = {"retries": 0, "master_timeout": PATIENT, **settings}
-            client = Redlock(places, **settings)
+            client: Redlock = facade(places, **settings)
             stack.callback(client.close)
             if warm:
                 client.connect()

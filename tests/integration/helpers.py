@@ -65,6 +65,11 @@ class Stopwatch:
         self.ms = (time.monotonic() - self._start) * 1000
 
 
+def names(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
 # -- preparing masters -------------------------------------------------------------------------
 
 
