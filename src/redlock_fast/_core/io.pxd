@@ -77,6 +77,7 @@ cdef class Mover:
     cdef Chan* chans[MAX_CHANS]
     cdef Chan* graves
     cdef int kick_fd            # an eventfd: wakes the reader out of its poll
+    cdef bint shut              # ... and is to be closed by who has it last
     cdef bint pending           # some chan has bytes to send
     cdef bint flushing          # somebody sends
     cdef bint leading           # somebody has the reading role
@@ -109,6 +110,7 @@ cdef class Mover:
     cdef void wake(self, Waiter* chain) noexcept nogil
     # with the mutex
     cdef void kick(self) noexcept nogil
+    cdef void _close_kick(self) noexcept nogil
     cdef void unlink(self, Waiter* w) noexcept nogil
     cdef void _link(self, Waiter* w) noexcept nogil
     cdef int _read_once(self, Waiter* w, int64_t until) noexcept nogil

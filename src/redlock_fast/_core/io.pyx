@@ -350,11 +350,11 @@ cdef class Mover:
         pthread_mutex_unlock(&self.mu)
 
     cdef void shut_kick(self) noexcept:
-        """Close the eventfd, unless a reader still has it."""
+        """Close the eventfd; a reader that still has it does so when it is back."""
         pthread_mutex_lock(&self.mu)
-        if not self.polling and self.kick_fd >= 0:
-            close(self.kick_fd)
-            self.kick_fd = -1
+        self.shut = True
+        if not self.polling:
+            self._close_kick()
         pthread_mutex_unlock(&self.mu)
 
     cdef void forget(self) noexcept:
@@ -507,6 +507,8 @@ cdef class Mover:
         now = clock_ns()
         pthread_mutex_lock(&self.mu)
         self.polling = False
+        if self.shut:
+            self._close_kick()
         if ready > 0:
             for i in range(count):
                 if fds[i].revents == 0:
@@ -647,6 +649,11 @@ cdef class Mover:
             else:
                 at[0] = c.next
                 _free_chan(c)
+
+    cdef void _close_kick(self) noexcept nogil:
+        if self.kick_fd >= 0:
+            close(self.kick_fd)
+            self.kick_fd = -1
 
     cdef void kick(self) noexcept nogil:
         cdef uint64_t one = 1
