@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _socket
 import math
 import os
 import random
@@ -231,6 +232,33 @@ def test_closing_while_a_connection_is_awaited(make_fake: MakeFake) -> None:
         assert ours <= before
         client = Redlock([fake.url for fake in fakes], connect_timeout=60_000)
     assert [type(end) for end in ends] == [ClosedError] * 10
+
+
+class _SlowSocket(_socket.socket):
+    """Asking for its own address takes a while, during which other threads run."""
+
+    def getsockname(self) -> Any:
+        time.sleep(0.1)
+        return super().getsockname()
+
+
+def test_closing_while_a_connection_is_opened(
+    masters: LocalMasters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was torn down meanwhile gets no connection any more."""
+    client = Redlock(masters.urls, master_timeout=LIMIT)
+    monkeypatch.setattr(_socket, "socket", _SlowSocket)
+    try:
+        before = set(descriptors())
+        callers = Callers(client, random.Random(1), 1)
+        time.sleep(0.05)
+        client.close()
+        callers.are_gone_within(ENDS_WITHIN_S)
+    finally:
+        monkeypatch.undo()
+    assert callers.odd == []
+    assert set(descriptors()) <= before
+    assert client.stats()["acquired"] == 0
 
 
 @pytest.mark.parametrize("fault", ["none", "connections break", "one hangs", "most hang"])

@@ -349,6 +349,7 @@ cdef class Pump:
         # The C type, not socket.socket: no Python code runs here, so no signal handler can.
         cdef object options = link.options
         cdef object sock = None
+        cdef str local = ""
         cdef int err
         link.dialing(now, now + self.fleet.connect_ns)
         try:
@@ -361,7 +362,12 @@ cdef class Pump:
             err = sock.connect_ex(options.sockaddr)
             if err and err != EINPROGRESS:
                 raise OSError(err, os.strerror(err))
-            # connect() gives the GIL up: another thread may have dropped this link meanwhile.
+            if options.family == _socket.AF_INET:
+                local = "%s:%d" % sock.getsockname()
+            elif options.family == _socket.AF_INET6:
+                local = "[%s]:%d" % sock.getsockname()[:2]
+            # These calls give the GIL up: another thread may have dropped this link meanwhile, or
+            # torn all down. From here to the end nothing does.
             if (
                 self.torn
                 or link_at(self.fleet, slot) is not link
@@ -370,10 +376,7 @@ cdef class Pump:
             ):
                 sock.close()    # given up meanwhile
                 return 0
-            if options.family == _socket.AF_INET:
-                link.local = "%s:%d" % sock.getsockname()
-            elif options.family == _socket.AF_INET6:
-                link.local = "[%s]:%d" % sock.getsockname()[:2]
+            link.local = local
             self.mover.open_chan(slot, sock.fileno(), link.promised, err == 0)
             sock.detach()
         except BaseException as exc:
