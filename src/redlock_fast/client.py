@@ -239,12 +239,14 @@ class Redlock(BaseClient):
         for ms, places, held in todo:
             # In one order, so that two batches cannot wait for each other.
             serials = [lock._serial() for lock in sorted(held, key=id)]
-            for serial in serials:
-                serial.acquire()
+            taken = []
             try:
+                for serial in serials:
+                    serial.acquire()  # may raise what a signal handler raises
+                    taken.append(serial)
                 answers, op = self._driver.drive(self._plan_extend(held, ms))
             finally:
-                for serial in serials:
+                for serial in taken:
                     serial.release()
             failed = self._filled(results, places, answers, op, failed)
         return self._finished(results, failed, "cannot extend")
