@@ -18,7 +18,7 @@ from redlock_fast._core.io import now_ns
 from redlock_fast.arguments import Milliseconds
 from redlock_fast.drive_sync import Driver
 from redlock_fast.errors import ClosedError, NoQuorum
-from redlock_fast.holds import BaseClient, BaseContext, BaseLock
+from redlock_fast.holds import BaseClient, BaseContext, BaseLock, let_others_run
 from redlock_fast.plan import release as _release
 
 P = ParamSpec("P")
@@ -238,7 +238,10 @@ class Redlock(BaseClient):
         failed = None
         for ms, places, held in todo:
             # In one order, so that two batches cannot wait for each other.
-            serials = [lock._serial() for lock in sorted(held, key=id)]
+            serials = []
+            for i, lock in enumerate(sorted(held, key=id)):
+                serials.append(lock._serial())
+                let_others_run(i)
             taken = []
             try:
                 for serial in serials:

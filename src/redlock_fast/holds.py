@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, SupportsIndex, TypeVar
 
@@ -209,7 +210,10 @@ class BaseClient:
         self, names: list[str | bytes], ttl: Milliseconds, wait: Milliseconds | float | None
     ) -> Plan[list[Any]] | None:
         """None: there is nothing to do."""
-        keys = [resource_key(name) for name in names]
+        keys = []
+        for i, name in enumerate(names):
+            keys.append(resource_key(name))
+            let_others_run(i)
         if len(set(keys)) != len(keys):
             raise ValueError("a resource is named twice")
         ms = ttl_ms(ttl, self._settings.drift_factor)
@@ -403,6 +407,12 @@ class BaseContext:
         lock, self._lock = self._lock, None
         self._used = False
         return lock
+
+
+def let_others_run(i: int) -> None:
+    """Called for each item of a batch: compiled loops keep the GIL, and a batch may be long."""
+    if i % plan.TURN == plan.TURN - 1:
+        time.sleep(0)
 
 
 def shown(resource: str | bytes) -> str:

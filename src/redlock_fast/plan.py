@@ -53,6 +53,9 @@ LOST: Final = 3
 EVERYBODY: Final = 0xFFFFFFFF
 FOREVER: Final = 1 << 62  # wait_ns of an open-ended wait
 
+# Other threads, or tasks, get a turn after so many items of a batch: compiled loops keep the GIL.
+TURN: Final = 4096
+
 # An open-ended wait without a quorum warns once in so long.
 _WARN_EVERY_NS = 60_000_000_000
 
@@ -296,6 +299,8 @@ def acquire_many(
                     if word != NO:
                         failed = op
                         why = NO_QUORUM if NO_QUORUM in words else YES
+                if item % TURN == TURN - 1:
+                    now = yield 0
             owned[-1] = (op, won)
             if rest:
                 fleet.clean_up(op, rest)
@@ -397,8 +402,12 @@ def release_many(fleet: Fleet, holds: Sequence[Hold]) -> Plan[tuple[list[bool | 
     op = new_op(RELEASE, fleet.n, [h.key for h in holds], [h.secret for h in holds], -1, asked)
     op.lasts_ms = max(hold.ttl_ms for hold in holds)
     yield op
-    words = op.verdicts()
-    return [_released(fleet, hold, word) for hold, word in zip(holds, words, strict=True)], op
+    results: list[bool | None] = []
+    for hold, word in zip(holds, op.verdicts(), strict=True):
+        results.append(_released(fleet, hold, word))
+        if len(results) % TURN == 0:
+            yield 0
+    return results, op
 
 
 @cython.annotation_typing(False)
@@ -456,6 +465,8 @@ def extend(
             continue
         todo.setdefault(hold.voters(), []).append((i, hold, hold.deadline_ns))
         hold.deadline_ns = min(hold.deadline_ns, now + lasting_ns)
+        if i % TURN == TURN - 1:
+            now = yield 0
     op = failed = None
     for voters, rows in todo.items():
         op = new_op(
@@ -468,7 +479,10 @@ def extend(
         )
         now = yield op
         deadline = op.start_ns + lasting_ns
-        for (i, hold, old), word in zip(rows, op.verdicts(), strict=True):
+        for item, word in enumerate(op.verdicts()):
+            i, hold, old = rows[item]
+            if item % TURN == TURN - 1:
+                yield 0
             if hold.state != HELD:
                 continue  # released meanwhile, by another thread
             if word == NO:

@@ -1457,6 +1457,27 @@ def test_acquire_and_release_many_of_any_size(k: int) -> None:
     assert [master.count("script") for master in world.masters] == [k] * 3
 
 
+def test_a_long_batch_lets_others_run() -> None:
+    """Compiled loops keep the GIL, so the driver gets a turn every so many items."""
+    world = World(3)
+    keys = [b"%d" % j for j in range(2 * plan.TURN)]
+    holds = world.acquire_many(keys, ttl_ms=600_000)
+    assert world.pauses == [0] * 2
+    results, _ = world.run(plan.extend(world.fleet, world.settings, holds, 600_000))
+    assert results == [True] * len(keys)
+    assert world.pauses == [0] * 6
+    results, _ = world.run(plan.release_many(world.fleet, holds))
+    assert results == [True] * len(keys)
+    assert world.pauses == [0] * 8
+    # Closed in such a moment, a batch is nobody's.
+    steps: Any = plan.acquire_many(world.fleet, world.settings, keys, 600_000, 0)
+    world.run_op(next(steps))
+    assert steps.send(world.now) == 0
+    steps.close()
+    world.settle()
+    assert world.clean()
+
+
 @pytest.mark.parametrize("state", ["hung", "away", "slow"])
 def test_many_locks_with_a_master_less(state: str) -> None:
     world = World(3, patience_ms=50)
