@@ -17,6 +17,7 @@ from integration.helpers import (
     occupy,
     outcomes,
     vacate,
+    values_of,
 )
 
 from redlock_fast import ClosedError, LockLost, NoQuorum, NotAcquired, Redlock, RedlockError
@@ -63,6 +64,7 @@ def test_the_context_may_be_entered_again(client: Redlock) -> None:
     assert one.token != two.token
 
 
+@pytest.mark.case("C31")
 def test_the_context_is_not_entered_twice_at_once(client: Redlock) -> None:
     context = client.lock("res", HOUR)
     with context as lock:
@@ -70,6 +72,54 @@ def test_the_context_is_not_entered_twice_at_once(client: Redlock) -> None:
             pytest.fail("the body ran")
         assert lock.held
     assert not lock.held
+
+
+@pytest.mark.case("C30")
+def test_c30_nor_by_a_second_thread_while_the_first_one_waits(
+    client: Redlock, masters: LocalMasters
+) -> None:
+    """It would leave with the lock of the one that came later."""
+    occupy(masters, "res")
+    context = client.lock("res", HOUR, wait=20_000)
+    tokens: list[str] = []
+
+    def enter() -> None:
+        with context as lock:
+            tokens.append(lock.token)
+
+    waiter = threading.Thread(target=enter)
+    waiter.start()
+    eventually(lambda: client.stats()["masters"][0]["replies"] > 2)
+    with pytest.raises(RuntimeError, match="in use"), context:
+        pytest.fail("the body ran")
+    vacate(masters, "res")
+    waiter.join(20)
+    assert len(tokens) == 1
+    with context as lock:  # free again
+        assert lock.held
+    occupy(masters, "res")
+    context = client.lock("res", HOUR, wait=0)
+    for _ in range(2):  # also after it was not entered
+        with pytest.raises(NotAcquired), context:
+            pytest.fail("the body ran")
+
+
+@pytest.mark.case("C30")
+def test_c30_an_expired_lock_does_not_release_the_next_one_of_its_client(
+    client: Redlock, masters: LocalMasters
+) -> None:
+    first = client.acquire("res", 200)
+    assert first
+    second = client.acquire("res", HOUR, wait=5000)
+    assert second
+    all_have(masters, "res", second.token)
+
+    assert first.release() is False
+    assert first.extend(HOUR) is False
+
+    assert client.owned(second)
+    assert values_of(masters, "res") == [second.token.encode()] * 3
+    assert second.release() is True
 
 
 def test_lock_does_no_io_before_enter(client: Redlock, masters: LocalMasters) -> None:
