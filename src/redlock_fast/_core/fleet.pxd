@@ -29,6 +29,7 @@ cdef class Fleet:
 
     cpdef int start(self, Op op, int64_t now) except -1
     cpdef int refill(self, Op op, int64_t now) except -1
+    cpdef int refuse(self, Op op, str cause, int64_t now) except -1
     cpdef int serve(self, int64_t now) except -1
     cpdef int finish(self, Op op) except -1
     cpdef int expire(self, Op op, int64_t now) except -1

@@ -185,6 +185,17 @@ cdef class Fleet:
         op.nudged = True
         return 0
 
+    cpdef int refuse(self, Op op, str cause, int64_t now) except -1:
+        """A round that cannot even begin: no master can be asked."""
+        cdef int i
+        op.start_ns = op.limit_ns = now
+        for i in range(self.n):
+            if op.asked >> i & 1:
+                op.explain(i, "refused", cause)
+                op.fail(i, 0, op.k)
+                op.close(i)
+        return 0
+
     cpdef int serve(self, int64_t now) except -1:
         """Something came in or fell due: pay debts, fulfil hopes."""
         cdef Link link

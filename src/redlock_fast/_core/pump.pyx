@@ -11,6 +11,7 @@ Signal handlers run between waits, when this thread holds neither the mutex nor 
 """
 
 import _socket
+import contextlib
 import os
 import weakref
 
@@ -99,6 +100,12 @@ cdef class Pump:
         cdef int64_t now, until
         cdef bint first = True, drained = False
         self._check()
+        try:
+            self.mover.open_kick()
+        except OSError as exc:
+            # No descriptor to wait with: nobody can be asked.
+            fleet.refuse(op, exc.strerror, clock_ns())
+            return op.start_ns
         self.mover.inside += 1
         try:
             now = self._freshen(clock_ns())
@@ -153,7 +160,7 @@ cdef class Pump:
             raise ClosedError("the client is closed")
         if self.mover.parsing and self.parser == <unsigned long> PyThread_get_thread_ident():
             raise RuntimeError("cannot use the client from within its own parsing of replies")
-        return self.mover.open_kick()
+        return 0
 
     cpdef bint settle(self) except -1:
         """Send what the links have to say, without waiting for answers (clean-ups).
@@ -487,6 +494,8 @@ cdef class Pump:
     def idle(self, int64_t timeout_ns):
         """Without a round: move bytes, deal with what comes in, for `timeout_ns` at most."""
         self._check()
+        with contextlib.suppress(OSError):
+            self.mover.open_kick()
         self._idle(timeout_ns)
 
     def last_call(self, int64_t timeout_ns):
