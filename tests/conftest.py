@@ -9,6 +9,7 @@ import gc
 import importlib
 import os
 import platform
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -175,3 +176,14 @@ def masters(make_local_masters: MakeLocalMasters) -> LocalMasters:
 def client(masters: LocalMasters, make_client: MakeClient) -> Redlock:
     """A client of these three: connected, patient, one try per acquire."""
     return make_client(masters)
+
+
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """Threads change places as often as can be."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

@@ -6,10 +6,9 @@ import _socket
 import math
 import os
 import random
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,17 +31,6 @@ from redlock_fast.testing import LocalMasters, MakeLocalMasters
 LIMIT = 100
 # Once closed, a call that waits ends within a look for signals; what masters owe is waited for.
 ENDS_WITHIN_S = (LIMIT + 100 + 2 * SLACK_MS) / 1000
-
-
-@pytest.fixture
-def hasty() -> Iterator[None]:
-    """Threads change places as often as can be."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 class Callers:

@@ -21,7 +21,9 @@ from integration.helpers import (
     clients_of,
     eventually,
     keys_of,
+    occupy,
     taught,
+    vacate,
 )
 
 from redlock_fast import Lock, NoQuorum, Redlock
@@ -266,3 +268,190 @@ def test_a_slow_master_does_not_delay_threads(
     assert watch.ms < 20 * 500 / 4 + SLACK_MS  # it would be 20 s if it were waited for
     proxy.heal()
     eventually(lambda: are_clean(masters))
+
+
+@pytest.mark.case("C159")
+def test_c159_200_threads_share_one_connection(
+    masters: LocalMasters, make_client: MakeClient
+) -> None:
+    client = make_client(masters, warm=False, master_timeout=5000)
+
+    locks: list[Lock | None] = [None] * 200
+
+    def take(i: int) -> None:
+        locks[i] = client.acquire(f"res:{i}", HOUR, wait=5000)
+
+    _in_threads(200, take)
+    assert all(locks)
+    assert [clients_of(master) for master in masters] == [1] * 3
+    assert all(row["reconnects"] == 0 for row in client.stats()["masters"])
+    _in_threads(200, lambda i: locks[i].release() or pytest.fail("lost"))  # type: ignore[union-attr]
+    eventually(lambda: are_clean(masters))
+
+
+def test_64_threads_and_names_that_collide(masters: LocalMasters, make_client: MakeClient) -> None:
+    """Three names, in singles and in batches: never two holders of one."""
+    client = make_client(masters, retry_delay=5)
+    rooms = [Room() for _ in range(3)]
+
+    def work(i: int) -> None:
+        draw = random.Random(i)
+        for turn in range(6):
+            if turn % 3:
+                which = draw.randrange(3)
+                locks = {which: client.acquire(f"res:{which}", 60_000, wait=100)}
+            else:
+                names = draw.sample(range(3), 2)
+                many = client.acquire_many([f"res:{which}" for which in names], 60_000)
+                locks = dict(zip(names, many, strict=True))
+            for which, lock in locks.items():
+                if lock:
+                    rooms[which].visit(lock)
+            held = [lock for lock in locks.values() if lock]
+            assert client.release_many(held) == [True] * len(held)
+
+    _in_threads(64, work)
+    assert sum(room.overlaps for room in rooms) == 0
+    assert all(room.visits for room in rooms)
+    eventually(lambda: are_clean(masters))
+
+
+@pytest.mark.usefixtures("hasty")
+def test_threads_that_come_and_go(masters: LocalMasters, make_client: MakeClient) -> None:
+    """Each reads for the others for a moment, and is gone: none of those who stay is forgotten."""
+    client = make_client(masters, retry_delay=5)
+    occupy(masters, "res")
+    got: list[Any] = []
+    stay = [
+        threading.Thread(target=lambda: got.append(client.acquire("res", HOUR, wait=30_000)))
+        for _ in range(4)
+    ]
+    for thread in stay:
+        thread.start()
+
+    def work(i: int) -> None:
+        def once() -> None:
+            lock = client.acquire(f"own:{i}", HOUR)
+            assert lock
+            assert lock.release()
+
+        for _ in range(15):
+            thread = threading.Thread(target=once)
+            thread.start()
+            thread.join(10)
+            assert not thread.is_alive()
+
+    _in_threads(8, work)
+    assert not got
+    vacate(masters, "res")
+    eventually(lambda: got, 10)
+    assert got[0].release()
+    for turn in range(1, 4):
+        eventually(lambda turn=turn: len(got) > turn, 10)  # type: ignore[misc]
+        assert got[turn].release()
+    for thread in stay:
+        thread.join(10)
+    assert client.stats()["acquired"] == 8 * 15 + 4
+
+
+def _turns(masters: LocalMasters, clients: list[Redlock], seconds: float) -> list[int]:
+    """How often each of as many threads had a lock of its own within a time."""
+    turns = [0] * len(clients)
+    end = time.monotonic() + seconds
+
+    def work(i: int) -> None:
+        while time.monotonic() < end:
+            lock = clients[i].acquire(f"own:{i}", HOUR)
+            assert lock
+            assert lock.release()
+            turns[i] += 1
+
+    _in_threads(len(clients), work)
+    eventually(lambda: are_clean(masters))
+    return turns
+
+
+def test_no_thread_starves(masters: LocalMasters, make_client: MakeClient) -> None:
+    """Who reads for the others, or sends, does not do so for long."""
+    client = make_client(masters)
+    turns = _turns(masters, [client] * 8, 2)
+    print(turns)  # noqa: T201 - shown when it fails, and with -rP
+    assert min(turns) >= sum(turns) / len(turns) / 4
+
+
+@pytest.mark.case("C132")
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    "seconds", [pytest.param(3, id="short"), pytest.param(30, id="long", marks=pytest.mark.slow)]
+)
+def test_c132_no_waiter_starves(
+    masters: LocalMasters, make_client: MakeClient, shared: bool, seconds: float
+) -> None:
+    """Ten that hold it for 5 ms, and want it again at once."""
+    settings = {"retry_delay": 20, "master_timeout": 1000}
+    clients = [make_client(masters, **settings) for _ in range(1 if shared else 10)]
+    turns = [0] * 10
+    end = time.monotonic() + seconds
+
+    def work(i: int) -> None:
+        while time.monotonic() < end:
+            lock = clients[i % len(clients)].acquire("res", 60_000, wait=20_000)
+            assert lock, "starved"
+            time.sleep(0.005)
+            assert lock.release()
+            turns[i] += 1
+
+    _in_threads(10, work, seconds + 60)
+    print(turns)  # noqa: T201 - shown when it fails, and with -rP
+    if seconds > 10:
+        assert max(turns) < 5 * min(turns)
+    assert min(turns) > 0
+
+
+@pytest.mark.case("C131")
+@pytest.mark.parametrize(
+    "rounds", [pytest.param(4, id="short"), pytest.param(100, id="long", marks=pytest.mark.slow)]
+)
+def test_c131_split_votes(
+    make_local_masters: MakeLocalMasters,
+    make_proxy: MakeProxy,
+    make_client: MakeClient,
+    rounds: int,
+) -> None:
+    """20 that start at once, each with its own order of the five masters."""
+    masters = taught(make_local_masters(5))
+    draw = random.Random(1)
+    clients = []
+    for _ in range(20):
+        proxies = [make_proxy(master) for master in masters]
+        for proxy in proxies:
+            proxy.up.delay_ms = draw.uniform(0, 10)
+        clients.append(make_client(proxies, retry_delay=100, master_timeout=1000))
+    for turn in range(rounds):
+        name = f"res:{turn}"
+        seconds, lock = _one_winner(clients, name)
+        assert seconds < (1000 + SLACK_MS) / 1000
+        assert _only_holder(masters, name, lock.token.encode())
+        assert lock.release()
+
+
+def _one_winner(clients: list[Redlock], name: str) -> tuple[float, Lock]:
+    """All want a lock at once: who got it, and after how many seconds."""
+    winners: list[tuple[float, Lock]] = []
+    barrier = threading.Barrier(len(clients))
+
+    def work(i: int) -> None:
+        barrier.wait(30)
+        began = time.monotonic()
+        lock = clients[i].acquire(name, 60_000, wait=1000 + SLACK_MS)
+        if lock:
+            winners.append((time.monotonic() - began, lock))
+
+    _in_threads(len(clients), work)
+    assert len(winners) == 1
+    return winners[0]
+
+
+def _only_holder(masters: LocalMasters, name: str, token: bytes) -> bool:
+    """What the losers had is gone, soon: only the winner's is there."""
+    return eventually(lambda: {m.command("GET", name) for m in masters} <= {token, None}, 2)
