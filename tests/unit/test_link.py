@@ -373,6 +373,17 @@ def test_c153_a_server_that_repeats_the_token() -> None:
     assert TOKEN.decode() not in repr((op.outcomes(), fleet.stats(), fleet.news))
 
 
+@pytest.mark.case("C153")
+@pytest.mark.parametrize("token", [TOKEN, b"22LettersDigitsRandom0"], ids=["ours", "redlock-py's"])
+def test_c153_a_server_with_words_of_its_own(token: bytes) -> None:
+    fleet = ready_fleet()
+    op = one_op(RELEASE, token)
+    fleet.start(op, T0)
+    fleet.receive(0, b"-ERR cannot take %s here\r\n" % token, T0)
+    assert cause(op) == "ERR cannot take *** here"
+    assert token.decode() not in repr((op.outcomes(), fleet.stats(), fleet.news))
+
+
 def test_causes_are_one_printable_line_of_bounded_length() -> None:
     fleet = ready_fleet()
     op = set_op(1)

@@ -50,6 +50,7 @@ cdef enum:
     MAX_DEBTS = 65536           # entries kept for a master that stays away
     PAID_AT_ONCE = 256          # debts queued as one ticket
     MAX_AGAIN = 3               # a command is sent again after NOSCRIPT at most so often
+    LEAST_MASKED = 16           # shorter "tokens" are no secrets, and would garble texts
 
 # Steps of the greeting. SELECT only for a db other than 0; a refused AUTH or SELECT fails the
 # master. CLIENT ID is the proof of life: any answer of a server that works proves it, an error
@@ -554,7 +555,7 @@ cdef class Link:
                 self.unpaid += 1
             return 1
         self.errors[kind] = self.errors.get(kind, 0) + 1
-        if len(<bytes> op.tokens[item]) == 40:
+        if len(<bytes> op.tokens[item]) >= LEAST_MASKED:
             text = _masked(text, op.tokens[item])
         if kind in _CLUSTER:
             kind = "CONFIG"
