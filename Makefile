@@ -9,7 +9,7 @@ CYTHON_SOURCES := $(shell find src -name '*.pyx' -o -name '*.pxd') \
     $(addprefix src/redlock_fast/,$(addsuffix .py,rules arguments plan holds client asyncio))
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all coverage sanitize lint bench clean FORCE
+.PHONY: help setup demo test test-all peer-suites coverage sanitize lint bench clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -25,7 +25,12 @@ test: setup ## the quick tests
 
 test-all: setup ## all tests, and the quick ones with sanitizers
 	$(PY) -m pytest -m ''
+	$(MAKE) peer-suites
 	$(MAKE) sanitize
+
+# Downloads the suites. With --original behind a command it tests the package itself.
+peer-suites: setup ## the test suites of the packages that drop-ins replace, with the drop-ins
+	$(PY) tests/peers/run.py redlock_py
 
 bench: setup ## the benchmarks
 	$(PY) -m pytest bench
