@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import harness
-from harness import CLIENTS, CONTESTANTS, FLOOR, OURS, Contestant, Result, Spread
+from harness import CLIENTS, CONTESTANTS, DROP_INS, FLOOR, OURS, Contestant, Result, Spread
 
 DETECTION = 0.2
 """Seconds after a fault that count for the slowest call only, not for p50 and p99."""
@@ -239,6 +239,10 @@ def compare(
     text = table(head, rows)
     if with_floor and clients:
         text += "\nfloor's own ratio: each floor run over the one before it, this machine's noise"
+    for drop_in, original in DROP_INS.items():
+        if drop_in in runs and original in runs:
+            text += f"\n{drop_in} / {original}: {span(outcome.to_peer(drop_in, original))}"
+            good &= not (left[drop_in] or any(result.failed for result in outcome.results[drop_in]))
     return text, data, good
 
 

@@ -346,6 +346,27 @@ class RedlockPy(Contestant):
             server.close()
 
 
+class CompatRedlockPy(RedlockPy):
+    """This project's drop-in for it; by the original's interface, so it cannot say more either."""
+
+    name = "compat-redlock-py"
+    tag = "cp"
+    built = "redlock_fast.compat.redlock_py.Redlock([url, ...])"
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        Contestant.__init__(self, urls)
+        from redlock_fast.compat import redlock_py
+
+        self.errors = (redlock_py.MultipleRedlockException,)
+        self.client = redlock_py.Redlock(self.urls)
+
+    def version(self) -> str:
+        return importlib.metadata.version("redlock_fast")
+
+    def close(self) -> None:
+        self.client.close()
+
+
 class Pottery(Contestant):
     """pottery's client; leaves a key now and then, a SET that arrives after its release."""
 
@@ -377,8 +398,12 @@ class Pottery(Contestant):
             master.close()
 
 
-CLIENTS: Mapping[str, type[Contestant]] = {c.name: c for c in (RedlockFast, RedlockPy, Pottery)}
+CLIENTS: Mapping[str, type[Contestant]] = {
+    c.name: c for c in (RedlockFast, CompatRedlockPy, RedlockPy, Pottery)
+}
 OURS = RedlockFast.name
+DROP_INS = {CompatRedlockPy.name: RedlockPy.name}
+"""Our drop-ins, and what each replaces."""
 FLOOR = "floor"
 CONTESTANTS = (FLOOR, *CLIENTS)
 
