@@ -3,12 +3,16 @@
  *
  *   cc -O2 -o floor floor.c
  *   floor all|quorum SECONDS BATCH PORT|/SOCKET/PATH...
+ *   floor all|quorum - BATCH PORT|/SOCKET/PATH...
  *
  * all: a round ends when every master has answered; quorum: at the deciding reply, as redlock_fast does.
  * One pair = SET NX PX on every master, then EVALSHA compare-and-delete on every master. BATCH pairs go together.
  *
  * stdout: pairs_per_s p50_us p99_us cpu_us_per_pair      (p50, p99: one batch of pairs; cpu: user + system, this process)
  * stderr: owed REPLIES                                   (still to come when the clock stopped: a backlog flatters a run)
+ *
+ * With `-` for SECONDS it waits to be told: for each number on a line of stdin it makes so many batches, and writes the
+ * seconds that each took on a line of its own. Ends with stdin. So pytest-benchmark can have it beside the clients.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -195,9 +199,16 @@ static void drain(void) {
         }
 }
 
+static double timed_batch(const char *acquire, size_t acquire_len, const char *release, size_t release_len, long batch) {
+    double began = now();
+    round_trip(acquire, acquire_len, batch);
+    round_trip(release, release_len, batch);
+    return now() - began;
+}
+
 int main(int argc, char **argv) {
     if (argc < 5 || (strcmp(argv[1], "all") && strcmp(argv[1], "quorum"))) {
-        fprintf(stderr, "usage: floor all|quorum SECONDS BATCH PORT|/SOCKET/PATH...\n");
+        fprintf(stderr, "usage: floor all|quorum SECONDS|- BATCH PORT|/SOCKET/PATH...\n");
         return 2;
     }
     at_quorum = !strcmp(argv[1], "quorum");
@@ -228,13 +239,15 @@ int main(int argc, char **argv) {
         round_trip(acquire, acquire_len, batch);
         round_trip(release, release_len, batch);
     }
-    double cpu = cpu_seconds(), start = now();
-    while (n < MAX_SAMPLES && (!n || now() - start < seconds)) {
-        double began = now();
-        round_trip(acquire, acquire_len, batch);
-        round_trip(release, release_len, batch);
-        took[n++] = now() - began;
+    if (!strcmp(argv[2], "-")) {
+        for (long told; scanf("%ld", &told) == 1; fflush(stdout))
+            while (told-- > 0) printf("%.9f\n", timed_batch(acquire, acquire_len, release, release_len, batch));
+        drain();
+        return 0;
     }
+    double cpu = cpu_seconds(), start = now();
+    while (n < MAX_SAMPLES && (!n || now() - start < seconds))
+        took[n++] = timed_batch(acquire, acquire_len, release, release_len, batch);
     double elapsed = now() - start;
     cpu = cpu_seconds() - cpu;
 

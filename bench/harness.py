@@ -5,8 +5,9 @@ before. Absolute rates drift with the machine, so what counts are ratios of runs
 each other: `interleave` runs the contestants round-robin, with the C floor before and after each
 client, and its result gives the median and range of the per-round ratios.
 
-`compare.py` is the command line, `test_pairs.py` the pytest-benchmark side. Units: rates in pairs
-per second, p50, p99 and CPU in microseconds, the slowest call in milliseconds.
+`suite.py` (`make bench`) and `compare.py` are the command lines, `test_*.py` the pytest-benchmark
+side; `loads.py` drives a client in other ways than one thread. Units: rates in pairs per second,
+p50, p99 and CPU in microseconds, the slowest call in milliseconds.
 """
 
 from __future__ import annotations
@@ -60,6 +61,13 @@ class Result:
     """User and system time of the whole client process per call, threads included."""
     owed: int | None = None
     """Replies still to come when the clock stopped; None where the client does not say."""
+    sends: float | None = None
+    """System calls that sent something, per pair; None where the client does not count them."""
+    looks: float | None = None
+    """Waits without the GIL (each ends with a look at what came) per round of one command, of which
+    a pair has two; None where the client does not count them."""
+    slowest: float | None = None
+    """Of several callers: the pairs of the slowest over the mean."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,26 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+@dataclass(frozen=True)
+class Counts:
+    """What a client has done so far."""
+
+    sends: int
+    looks: int
+
+    def since(self, before: Counts, calls: int, pairs: int = 1) -> dict[str, float]:
+        """The fields of a Result, from the counts before `calls` calls of `pairs` pairs each."""
+        return {
+            "sends": (self.sends - before.sends) / (calls * pairs),
+            "looks": (self.looks - before.looks) / (calls * 2),
+        }
+
+
+def no_counts() -> Counts | None:
+    """For clients that do not count."""
+    return None
+
+
 def measure(
     pair: Callable[[str], bool],
     seconds: float,
@@ -121,6 +149,7 @@ def measure(
     errors: tuple[type[Exception], ...] = (),
     warm_up: int = WARM_UP,
     rate_too: bool = True,
+    counts: Callable[[], Counts | None] = no_counts,
 ) -> Result:
     """Call `pair(name)` for about `seconds`, at least once.
 
@@ -154,6 +183,7 @@ def measure(
         seconds /= 2
     took: list[float] = []
     missed = 0
+    before = counts()
     cpu = cpu_seconds()
     start = end = clock()
     while end - start < seconds or not took:
@@ -168,6 +198,7 @@ def measure(
             missed += 1
     cpu = cpu_seconds() - cpu
     left = owed()
+    after = counts()
     took.sort()
     if rate is None:
         rate = (len(took) - missed) / (end - start), cpu / len(took) * 1e6
@@ -180,6 +211,7 @@ def measure(
         max_ms=took[-1] * 1e3,
         cpu_us=rate[1],
         owed=left,
+        **(after.since(before, len(took)) if before and after else {}),
     )
 
 
@@ -230,6 +262,48 @@ def run_floor(
     )
 
 
+class FloorClock:
+    """The C client as something that pytest-benchmark can time: its pairs, by its own clock.
+
+    Give `now` as the timer and `pair` as what is timed: a call moves the clock on by what one batch
+    took in C, so the pipe to the process costs nothing.
+    """
+
+    BLOCK = 500
+    """Batches are made so many at a time: what the pipe costs must not let the masters rest."""
+
+    def __init__(self, urls: Sequence[str], batch: int = 1) -> None:
+        command = [str(build_floor()), "quorum", "-", str(batch), *map(floor_address, urls)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self.block = max(1, self.BLOCK // batch)
+        self.seconds = 0.0
+        self.took: list[float] = []
+
+    def now(self) -> float:
+        """Seconds that the batches have taken so far."""
+        return self.seconds
+
+    def pair(self) -> None:
+        """One more batch."""
+        if not self.took:
+            assert self.process.stdin and self.process.stdout  # noqa: PT018
+            self.process.stdin.write(f"{self.block}\n")
+            self.took = [float(self.process.stdout.readline()) for _ in range(self.block)]
+        self.seconds += self.took.pop()
+
+    def close(self) -> None:
+        """End the process, which takes up its last replies first."""
+        assert self.process.stdin and self.process.stdout  # noqa: PT018
+        self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        finally:
+            self.process.kill()
+            self.process.stdout.close()
+
+
 # ------------------------------------------------------------------------------ contestants
 
 
@@ -260,6 +334,10 @@ class Contestant:
         """Replies so far from each master, where the client says so."""
         return None
 
+    def counts(self) -> Counts | None:
+        """System calls and waits so far, where the client counts them."""
+        return None
+
     def version(self) -> str:
         """Of the package."""
         raise NotImplementedError
@@ -278,6 +356,7 @@ class Contestant:
             errors=self.errors,
             warm_up=warm_up,
             rate_too=rate_too,
+            counts=self.counts,
         )
 
 
@@ -300,11 +379,20 @@ class RedlockFast(Contestant):
         lock = self.acquire(name, TTL)
         return lock is not None and self.release(lock)
 
+    def batch(self, names: Sequence[str]) -> int:
+        """Acquire and release these locks together; how many were granted and released."""
+        locks = self.client.acquire_many(names, TTL)
+        return sum(self.client.release_many([lock for lock in locks if lock is not None]))
+
     def owed(self) -> int:
         return sum(master["owed"] for master in self.client.stats()["masters"])
 
     def replies(self) -> list[int]:
         return [master["replies"] for master in self.client.stats()["masters"]]
+
+    def counts(self) -> Counts:
+        pump = self.client._driver.pump
+        return Counts(pump.sends, pump.looks)
 
     def version(self) -> str:
         try:
@@ -330,6 +418,7 @@ class RedlockPy(Contestant):
 
         self.errors = (redlock.MultipleRedlockException, redis.RedisError)
         self.client = redlock.Redlock(self.urls)
+        self.built += f" ({redis_settings(self.client.servers[0])})"
 
     def pair(self, name: str) -> bool:
         lock = self.client.lock(name, TTL)
@@ -382,6 +471,7 @@ class Pottery(Contestant):
         self.errors = (pottery.PrimitiveError, redis.RedisError)
         self.factory = pottery.Redlock
         self.masters = frozenset(redis.Redis.from_url(url) for url in self.urls)
+        self.built += f" ({redis_settings(next(iter(self.masters)))})"
 
     def pair(self, name: str) -> bool:
         lock = self.factory(key=name, masters=self.masters, auto_release_time=TTL / 1000)
@@ -398,9 +488,50 @@ class Pottery(Contestant):
             master.close()
 
 
+class RedisLock(Contestant):
+    """redis-py's own `Lock`: on one master, with no quorum. It uses the first of the masters."""
+
+    name = "redis-py Lock"
+    tag = "rp"
+    built = "redis.Redis.from_url(url).lock(name, timeout=10, blocking=False) for each lock"
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        super().__init__(urls)
+        import redis
+        import redis.exceptions
+
+        self.errors = (redis.RedisError,)  # LockError is one
+        self.client = redis.Redis.from_url(self.urls[0])
+        self.built += f" ({redis_settings(self.client)})"
+
+    def pair(self, name: str) -> bool:
+        lock = self.client.lock(name, timeout=TTL / 1000, blocking=False)
+        if not lock.acquire():
+            return False
+        lock.release()  # raises unless the key was still ours
+        return True
+
+    def version(self) -> str:
+        return importlib.metadata.version("redis")
+
+    def close(self) -> None:
+        self.client.close()
+
+
+def redis_settings(client: Any) -> str:
+    """What a redis.Redis does when a master fails: it depends on the version and on the making."""
+    connection = client.connection_pool.make_connection()  # not connected
+    retry = connection.retry
+    retries = retry.get_retries() if hasattr(retry, "get_retries") else retry._retries
+    return f"redis-py: retries {retries}, socket timeout {connection.socket_timeout} s"
+
+
 CLIENTS: Mapping[str, type[Contestant]] = {
     c.name: c for c in (RedlockFast, CompatRedlockPy, RedlockPy, Pottery)
 }
+"""Redlock clients, on any number of masters."""
+EVERYBODY: Mapping[str, type[Contestant]] = {**CLIENTS, RedisLock.name: RedisLock}
+"""And the one that knows a single master only."""
 OURS = RedlockFast.name
 DROP_INS = {CompatRedlockPy.name: RedlockPy.name}
 """Our drop-ins, and what each replaces."""
@@ -540,12 +671,27 @@ def server_version(master: Any) -> str:
     return f"redis {info['redis_version']}"
 
 
+def cores() -> int:
+    """That this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def processor() -> str:
+    """The processor's name as the kernel knows it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
 def machine() -> str:
     """One line: cores, kernel, Python, load."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     python = f"{platform.python_implementation()} {platform.python_version()}"
-    return f"{cores} cores, {platform.system()} {platform.release()}, {python}, load {load}"
+    return f"{cores()} cores, {platform.system()} {platform.release()}, {python}, load {load}"
 
 
 def library_versions() -> str:
