@@ -1,10 +1,12 @@
-"""pytest-benchmark benches: acquire + release of free locks, one thread, peers beside.
+"""pytest-benchmark benches: acquire + release of free locks, one thread, peers and floor beside.
 
-    pytest bench/                         # times; compare within one run only
-    pytest bench/ --benchmark-disable     # each once, as tests
+    pytest bench/                           # times; compare within one run only
+    pytest bench/ --benchmark-disable       # each once, as tests
+    pytest bench/ --benchmark-autosave      # for --benchmark-compare, later
+    pytest bench/ --benchmark-histogram     # an SVG for each group
 
-Every call checks that its lock was granted and released; afterwards no key may be left.
-`compare.py` interleaves the clients and has the C floor: use it for ratios.
+Every call checks that its lock was granted and released; afterwards no key may be left. `make
+bench` interleaves the clients with the floor: use it for ratios.
 """
 
 from __future__ import annotations
@@ -14,73 +16,124 @@ from typing import Any
 
 import harness
 import pytest
-from harness import TTL, Contestant
+from conftest import USUAL, Make, bench_pairs, checked, floor_timed
+from harness import FLOOR, OURS, Pottery, RedisLock, RedlockPy
 
-Make = Callable[[str, int], Contestant]
+SIZES = (1, 3, 5, 7)
+CLIENTS = [(n, name) for n in SIZES for name in harness.CLIENTS] + [(1, RedisLock.name)]
+FLOOR_ROUNDS = 4000
 
-PATIENCE = 2.0
-"""Seconds within which the last deletes have arrived everywhere."""
-
-
-def no_key_left(benchmark: Any, client: Contestant, masters: Any) -> None:
-    """Assert it; pottery's are only counted: its SETs may arrive after their own release."""
-    left = harness.keys_left(masters, {client.name: client.names.prefix}, PATIENCE)[client.name]
-    benchmark.extra_info["keys_left"] = left
-    if client.name != harness.Pottery.name:
-        assert left == 0
+short = pytest.mark.benchmark(max_time=0.5, warmup=True, warmup_iterations=harness.WARM_UP)
 
 
-@pytest.mark.benchmark(max_time=0.5, warmup=True, warmup_iterations=harness.WARM_UP)
-@pytest.mark.parametrize("name", harness.CLIENTS)
-@pytest.mark.parametrize("n", [1, 3, 5])
-def test_pair(benchmark: Any, contestant: Make, masters: Any, name: str, n: int) -> None:
+def group_of(n: int) -> str:
+    return f"pair, {n} master{'s' if n > 1 else ''}"
+
+
+@short
+@pytest.mark.parametrize(("n", "name"), CLIENTS)
+def test_pair(
+    benchmark: Any, contestant: Make, masters: Any, no_key_left: Any, n: int, name: str
+) -> None:
     """Acquire and release one lock on n masters."""
-    client = contestant(name, n)
-    benchmark.group = f"pair, {n} master{'s' if n > 1 else ''}"
-
-    def pair() -> None:
-        assert client.pair(next(client.names))
-
-    benchmark(pair)
-    benchmark.extra_info["owed"] = client.owed()
+    client = contestant(name, masters.urls[:n])
+    benchmark.group = group_of(n)
+    bench_pairs(benchmark, client)
     no_key_left(benchmark, client, masters)
 
 
-@pytest.mark.parametrize(("count", "rounds"), [(100, 50), (1000, 20)])
-def test_batch(benchmark: Any, contestant: Make, masters: Any, count: int, rounds: int) -> None:
+@floor_timed
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("name", [FLOOR])
+def test_pair_floor(
+    benchmark: Any, floor: Callable[..., Any], masters: Any, n: int, name: str
+) -> None:
+    """The same by the C client."""
+    benchmark.group = group_of(n)
+    benchmark.pedantic(floor(masters.urls[:n]).pair, rounds=FLOOR_ROUNDS)
+
+
+@short
+@pytest.mark.parametrize("name", harness.CLIENTS)
+def test_unix(
+    benchmark: Any, contestant: Make, unix_masters: Any, no_key_left: Any, name: str
+) -> None:
+    """Acquire and release one lock over unix sockets."""
+    client = contestant(name, unix_masters.urls)
+    benchmark.group = f"pair, {USUAL} masters, unix sockets"
+    bench_pairs(benchmark, client)
+    no_key_left(benchmark, client, unix_masters)
+
+
+@floor_timed
+@pytest.mark.parametrize("name", [FLOOR])
+def test_unix_floor(
+    benchmark: Any, floor: Callable[..., Any], unix_masters: Any, name: str
+) -> None:
+    """The same by the C client."""
+    benchmark.group = f"pair, {USUAL} masters, unix sockets"
+    benchmark.pedantic(floor(unix_masters.urls).pair, rounds=FLOOR_ROUNDS)
+
+
+# ------------------------------------------------------------------------------ batches
+
+BATCHES = [(1, 1000), (100, 50), (1000, 20)]
+
+
+@pytest.mark.parametrize(("count", "rounds"), BATCHES)
+@pytest.mark.parametrize("name", [OURS])
+def test_batch(
+    benchmark: Any,
+    contestant: Make,
+    masters: Any,
+    no_key_left: Any,
+    name: str,
+    count: int,
+    rounds: int,
+) -> None:
     """acquire_many and release_many on 5 masters."""
-    client: Any = contestant(harness.OURS, 5)
-    benchmark.group = f"batch of {count}, 5 masters"
+    client: Any = contestant(name, masters.urls[:USUAL])
+    benchmark.group = f"batch of {count}, {USUAL} masters"
     benchmark.extra_info["pairs"] = count
 
     def batch(names: list[str]) -> None:
-        locks = client.client.acquire_many(names, TTL)
-        assert len(locks) == count
-        assert all(locks)
-        released = client.client.release_many(locks)
-        assert len(released) == count
-        assert all(released)
+        assert client.batch(names) == count
 
     benchmark.pedantic(
         batch, setup=lambda: ((client.names.take(count),), {}), rounds=rounds, warmup_rounds=3
     )
-    benchmark.extra_info["owed"] = client.owed()
     no_key_left(benchmark, client, masters)
 
 
-@pytest.mark.parametrize("name", [harness.RedlockPy.name, harness.Pottery.name])
-def test_loop(benchmark: Any, contestant: Make, masters: Any, name: str) -> None:
+@floor_timed
+@pytest.mark.parametrize(("count", "rounds"), BATCHES)
+@pytest.mark.parametrize("name", [FLOOR])
+def test_batch_floor(
+    benchmark: Any, floor: Callable[..., Any], masters: Any, name: str, count: int, rounds: int
+) -> None:
+    """The same by the C client."""
+    benchmark.group = f"batch of {count}, {USUAL} masters"
+    benchmark.extra_info["pairs"] = count
+    benchmark.pedantic(floor(masters.urls[:USUAL], count).pair, rounds=rounds)
+
+
+@pytest.mark.parametrize("name", [RedlockPy.name, Pottery.name])
+def test_batch_loop(
+    benchmark: Any, contestant: Make, masters: Any, no_key_left: Any, name: str
+) -> None:
     """The peers have no batches: what their users write instead, 100 pairs one by one.
 
     Beside a batch of 1000 take ten times as long.
     """
-    client = contestant(name, 5)
-    benchmark.group = "batch of 100, 5 masters"
+    client = contestant(name, masters.urls[:USUAL])
+    benchmark.group = f"batch of 100, {USUAL} masters"
     benchmark.extra_info["pairs"] = 100
+
+    pair = checked(benchmark, client)
 
     def loop(names: list[str]) -> None:
         for resource in names:
-            assert client.pair(resource)
+            pair(resource)
 
     benchmark.pedantic(
         loop, setup=lambda: ((client.names.take(100),), {}), rounds=5, warmup_rounds=1
