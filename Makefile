@@ -9,10 +9,11 @@ CYTHON_SOURCES := $(shell find src -name '*.pyx' -o -name '*.pxd') \
     $(addprefix src/redlock_fast/,$(addsuffix .py,rules arguments plan holds client asyncio))
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all peer-suites coverage sanitize lint bench clean FORCE
+.PHONY: help setup demo test test-all peer-suites coverage sanitize lint bench bench-quick \
+    bench-instructions clean FORCE
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 20
 
 setup: $(VENV)/installed ## make .venv, install what is needed, build the extension modules
 
@@ -32,8 +33,14 @@ test-all: setup ## all tests, and the quick ones with sanitizers
 peer-suites: setup ## the test suites of the packages that drop-ins replace, with the drop-ins
 	$(PY) tests/peers/run.py redlock_py
 
-bench: setup ## the benchmarks
-	$(PY) -m pytest bench
+bench: setup ## the benchmarks; writes docs/benchmarks.md (some nine minutes)
+	$(PY) bench/suite.py
+
+bench-quick: setup ## the same, short and coarse; writes build/bench
+	$(PY) bench/suite.py --quick
+
+bench-instructions: setup ## instructions of one pair, by callgrind
+	$(PY) bench/instructions.py
 
 # Apart from each other, since tests and bench have a conftest each.
 RELAXED := $(addprefix --allow-,untyped-defs incomplete-defs untyped-calls untyped-decorators)
