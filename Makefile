@@ -33,7 +33,7 @@ test-all: setup ## all tests, and the quick ones with sanitizers
 peer-suites: setup ## the test suites of the packages that drop-ins replace, with the drop-ins
 	$(PY) tests/peers/run.py redlock_py
 
-bench: setup ## the benchmarks; writes docs/benchmarks.md (some nine minutes)
+bench: setup ## the benchmarks; writes docs/benchmarks.md (some ten minutes)
 	$(PY) bench/suite.py
 
 bench-quick: setup ## the same, short and coarse; writes build/bench

@@ -125,14 +125,14 @@ class Counts:
     """What a client has done so far."""
 
     sends: int
-    looks: int
+    looks: int | None = None
 
     def since(self, before: Counts, calls: int, pairs: int = 1) -> dict[str, float]:
         """The fields of a Result, from the counts before `calls` calls of `pairs` pairs each."""
-        return {
-            "sends": (self.sends - before.sends) / (calls * pairs),
-            "looks": (self.looks - before.looks) / (calls * 2),
-        }
+        fields = {"sends": (self.sends - before.sends) / (calls * pairs)}
+        if self.looks is not None and before.looks is not None:
+            fields["looks"] = (self.looks - before.looks) / (calls * 2)
+        return fields
 
 
 def no_counts() -> Counts | None:

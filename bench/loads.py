@@ -54,39 +54,30 @@ class Threads:
             times = self.stretch(contestant, seconds / 2, spinner, timed=True)
         finally:
             stop.append(None)
-        return dataclasses.replace(
-            rate,
-            failed=rate.failed + times.failed,
-            p50_us=times.p50_us,
-            p99_us=times.p99_us,
-            max_ms=times.max_ms,
-            owed=times.owed,
-        )
+        return joined(rate, times)
 
     def stretch(
         self, contestant: Contestant, seconds: float, spinner: threading.Thread, *, timed: bool
     ) -> Result:
         """One stretch; p50, p99 and the slowest call are 0 unless `timed`."""
-        done, failed = [0] * self.count, [0] * self.count
-        took: list[list[float]] = [[] for _ in range(self.count)]
-        over: list[None] = []
+        tally = Tally(contestant, self.count, spinner)
         pair, errors, next_name = contestant.pair, contestant.errors, contestant.names.next
 
         def work(index: int) -> None:
             good = calls = 0
-            clock, note = time.perf_counter, took[index].append
+            clock, note = time.perf_counter, tally.took[index].append
             end = clock()
-            while not over:
+            while not tally.over:
                 calls += 1
                 try:  # noqa: SIM105 - a context manager would be measured too
                     good += pair(next_name())
                 except errors:
                     pass
-                done[index] = good
+                tally.done[index] = good
                 if timed:
                     began, end = end, clock()
                     note(end - began)
-            failed[index] = calls - good
+            tally.failed[index] = calls - good
 
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(self.count)]
         gc.collect()
@@ -94,40 +85,85 @@ class Threads:
             thread.start()
         try:
             time.sleep(START_S)
-            before, counts = list(done), contestant.counts()
-            start, cpu = time.perf_counter(), cpu_without(spinner)
+            tally.begin()
             time.sleep(seconds)
-            while sum(done) - sum(before) < self.count and time.perf_counter() - start < SLOW_S:
+            while tally.lacking():
                 time.sleep(seconds)
-            elapsed, cpu = time.perf_counter() - start, cpu_without(spinner) - cpu
-            after, counted = list(done), contestant.counts()
-            owed = contestant.owed()
+            tally.end()
         finally:
-            over.append(None)
+            tally.over = True
             for thread in threads:
                 thread.join(JOIN_S)
         if any(thread.is_alive() for thread in threads):
             raise RuntimeError(f"{contestant.name}: a thread does not come back from a pair")
-        each = [b - a for a, b in zip(before, after, strict=True)]
-        pairs = sum(each)
-        flat = sorted(value for one in took for value in one) or [0.0]
+        return tally.result()
+
+
+class Tally:
+    """What several callers have done between two moments."""
+
+    def __init__(
+        self, contestant: Contestant, count: int, spinner: threading.Thread | None = None
+    ) -> None:
+        self.contestant = contestant
+        self.spinner = spinner
+        self.done, self.failed = [0] * count, [0] * count
+        self.took: list[list[float]] = [[] for _ in range(count)]
+        self.over = False
+        """The callers stop."""
+
+    def begin(self) -> None:
+        """From here on it counts."""
+        self.before, self.counts = list(self.done), self.contestant.counts()
+        self.start, self.cpu = time.perf_counter(), cpu_without(self.spinner)
+
+    def lacking(self) -> bool:
+        """Too few pairs to say anything, and there is time."""
+        few = sum(self.done) - sum(self.before) < len(self.done)
+        return few and time.perf_counter() - self.start < SLOW_S
+
+    def end(self) -> None:
+        """Up to here it counts."""
+        self.elapsed = time.perf_counter() - self.start
+        self.cpu = cpu_without(self.spinner) - self.cpu
+        self.each = [b - a for a, b in zip(self.before, self.done, strict=True)]
+        self.counted, self.owed = self.contestant.counts(), self.contestant.owed()
+
+    def result(self) -> Result:
+        """When all have stopped."""
+        pairs = sum(self.each)
+        calls = max(pairs, 1)
+        flat = sorted(value for one in self.took for value in one) or [0.0]
+        counts = self.counted.since(self.counts, calls) if self.counts and self.counted else {}
         return Result(
             pairs=pairs,
-            failed=sum(failed),
-            pairs_per_s=pairs / elapsed,
+            failed=sum(self.failed),
+            pairs_per_s=pairs / self.elapsed,
             p50_us=harness.quantile(flat, 0.5) * 1e6,
             p99_us=harness.quantile(flat, 0.99) * 1e6,
             max_ms=flat[-1] * 1e3,
-            cpu_us=cpu / max(pairs, 1) * 1e6,
-            owed=owed,
-            slowest=min(each) / (pairs / self.count) if pairs else 0.0,
-            **(counted.since(counts, max(pairs, 1)) if counts and counted else {}),
+            cpu_us=self.cpu / calls * 1e6,
+            owed=self.owed,
+            slowest=min(self.each) * len(self.each) / calls,
+            **counts,
         )
 
 
-def cpu_without(spinner: threading.Thread) -> float:
+def joined(rate: Result, times: Result) -> Result:
+    """One result of a stretch for the rate and one for the times."""
+    return dataclasses.replace(
+        rate,
+        failed=rate.failed + times.failed,
+        p50_us=times.p50_us,
+        p99_us=times.p99_us,
+        max_ms=times.max_ms,
+        owed=times.owed,
+    )
+
+
+def cpu_without(spinner: threading.Thread | None) -> float:
     """Seconds of processor time of this process, less those of the busy thread."""
-    if not spinner.is_alive() or spinner.ident is None:
+    if spinner is None or not spinner.is_alive() or spinner.ident is None:
         return harness.cpu_seconds()
     return harness.cpu_seconds() - time.clock_gettime(time.pthread_getcpuclockid(spinner.ident))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import aio
 import plots
 from compare import number, table
 from harness import FLOOR, OURS, Pottery, RedlockPy
@@ -142,6 +143,21 @@ def busy_target(what: str, limit: float) -> Target:
     return Target(name, value, limit, most=True, unit=" ms", digits=1)
 
 
+def task_targets() -> tuple[Target, ...]:
+    cpu = of_row("tasks100", "cpu_us", aio.OURS)
+    ratio = {count: to_floor(f"tasks{count}", aio.OURS) for count in (1, 100, 1000)}
+    on_uvloop = to_floor("tasks1", aio.OURS_ON_UVLOOP)
+    peer = to_peer("tasks100", aio.AsyncPottery.name)
+    return (
+        Target("1 task, pairs/s / floor", ratio[1], 0.5),
+        Target("1 task on uvloop, pairs/s / floor", on_uvloop, 0.65),
+        Target("100 tasks, pairs/s / floor in batches of 100", ratio[100], 0.6),
+        Target("100 tasks, pairs/s / pottery's", peer, 40),
+        Target("100 tasks, CPU per pair", cpu, 10, most=True, unit=" us", digits=1),
+        Target("1000 tasks, pairs/s / floor in batches of 1000", ratio[1000], 0.6),
+    )
+
+
 ONE, BATCH = "one thread,", "batches of 1000,"
 OVER = of_row("one", "cpu_over_floor_us")
 HAND_OFFS = of_extra("instructions", "hand_offs_per_round")
@@ -164,6 +180,7 @@ TARGETS = (
     Target(f"{BATCH} pairs/s / redlock-py's one by one", to_peer("batch1000", PY), 30),
     *fault_targets("pause", "hung"),
     *fault_targets("kill", "dead"),
+    *task_targets(),
     Target("import", of_extra("costs", "import_ms", OURS), None, unit=" ms of CPU", digits=0),
     Target(
         "memory of an idle client, 5 masters",
@@ -179,9 +196,11 @@ TARGETS = (
 
 
 def targets(data: Data) -> tuple[list[str], list[list[str]]]:
-    """One row per figure."""
+    """One row per figure; what a run of some sections left out is not named."""
     head = ["", "measured", "target", ""]
-    return head, [[t.what, t.found(data)[0], t.asked(), t.found(data)[1]] for t in TARGETS]
+    rows = [[t.what, t.found(data)[0], t.asked(), t.found(data)[1]] for t in TARGETS]
+    part = "--only" in data["about"]["command"]
+    return head, [row for row in rows if not part or row[-1] != "not measured"]
 
 
 # ------------------------------------------------------------------------------ tables
@@ -297,26 +316,28 @@ KEY = (
 FAULT_KEY = (
     "p50 and p99 are of the healthy phase, then the ratio without the first 200 ms of the fault; "
     "the slowest call is with them. Blocked: rounds in which a call still waited when the fault "
-    "was lifted, after 5 s. Failed: calls of all phases."
+    "was lifted, after 5 s. Failed: calls of all phases; failed ones are in p50 and p99 too."
 )
 
 
 def text(data: Data) -> str:
     """For a terminal: everything in one table, then targets."""
     parts = ["\n".join(about_lines(data["about"]))]
-    rows: list[list[str]] = []
-    for section in data["sections"]:
-        rows.append([f"-- {section['title']}", *[""] * (len(HEAD) - 1)])
-        rows += section_rows(section)
+    rows = [section_rows(section) for section in data["sections"]]
     if rows:
-        parts += [table(HEAD, rows), "\n".join(KEY)]
+        lines = table(HEAD, [row for found in rows for row in found]).splitlines()
+        whole, lines = lines[:1], lines[1:]
+        for section, found in zip(data["sections"], rows, strict=True):
+            whole += ["", f"-- {section['title']}", *lines[: len(found)]]
+            lines = lines[len(found) :]
+        parts += ["\n".join(whole), "\n".join(KEY)]
     faults = [line for kind, found in data["faults"].items() for line in fault_rows(kind, found)]
     if faults:
         parts += [table(FAULT_HEAD, faults), FAULT_KEY]
-    if lines := cost_lines(data):
-        parts.append("\n".join(lines))
-    head, found = targets(data)
-    parts.append(table(head, [[cell.replace("*", "") for cell in row] for row in found]))
+    if costs := cost_lines(data):
+        parts.append("\n".join(costs))
+    head, figures = targets(data)
+    parts.append(table(head, [[cell.replace("*", "") for cell in row] for row in figures]))
     return "\n\n".join(parts)
 
 
@@ -330,6 +351,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 COLOURS = {FLOOR: "floor", OURS: "ours", PY: "py", PO: "other"}
+COLOURS |= {aio.OURS: "ours", aio.AsyncPottery.name: "other"}
 
 
 def bar(row: Data, label: str | None = None, note: str = "pairs/s") -> plots.Bar:
@@ -369,6 +391,10 @@ def drawn(data: Data) -> dict[str, tuple[str, str]]:
             if row["client"] in (FLOOR, OURS)
         ]
         made["batches.svg"] = title, plots.bars(title, batched)
+    if "tasks100" in sections:
+        title = "Pairs per second, asyncio, 100 tasks, 5 masters (floor: batches of 100)"
+        rows = sections["tasks100"]["rows"]
+        made["tasks.svg"] = title, plots.bars(title, [bar(row) for row in rows])
     if data["faults"]:
         title = "Latency with one master at fault over healthy, redlock_fast"
         ratios = []

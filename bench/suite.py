@@ -1,6 +1,6 @@
-"""`make bench`: every figure of the synchronous client, beside the floor, its peers and its target.
+"""`make bench`: every figure of the clients, beside the floor, its peers and its target.
 
-    python bench/suite.py                    # all, some nine minutes; writes docs/benchmarks.md
+    python bench/suite.py                    # all, some ten minutes; writes docs/benchmarks.md
     python bench/suite.py --quick            # the same, short and coarse; writes build/bench
     python bench/suite.py --only one,threads --out /tmp/page
     python bench/suite.py --from build/bench/results.json --out docs    # only the page, anew
@@ -8,8 +8,8 @@
 Starts its own masters. Sections run one after another, each interleaves its rows with the floor, so
 ratios are of runs side by side: medians of the rounds, with their range.
 
-To add a row: a contestant in `harness.EVERYBODY`, a load (`loads`), a `Row` in `SECTIONS`; to add
-its target: a line in `page.TARGETS`.
+To add a row: a contestant in `harness.EVERYBODY` or `aio.CLIENTS`, a load (`loads`, `aio`), a `Row`
+in `THREADS` or `TASKS`; to add its target: a line in `page.TARGETS`.
 
 Exit status 1 if redlock_fast failed a call or left a key, or if time ran out.
 """
@@ -34,6 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import aio
 import compare
 import costs
 import harness
@@ -47,6 +48,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST = 7
 """Masters started for the sections over TCP."""
 SLOW_MS = 5
+MOST_OF_PEERS = 100
+"""Tasks for the peers, which open a connection per task and master."""
 BUDGET_S = 720.0
 """A section that would begin later is left out, and the run has failed."""
 PATIENCE = 1.0
@@ -101,7 +104,7 @@ def threads_of(name: str, count: int) -> str:
 
 
 PY, PO, RL = RedlockPy.name, Pottery.name, RedisLock.name
-SECTIONS = (
+THREADS = (
     Section("one", "One thread, 5 masters", (Row(OURS, OURS), *peers(PY, PO))),
     Section("n1", "One thread, 1 master", (Row(OURS, OURS), *peers(PY, PO, RL)), masters=1),
     Section("n3", "One thread, 3 masters", (Row(OURS, OURS), *peers(PY)), masters=3),
@@ -140,6 +143,23 @@ SECTIONS = (
         for count in (1, 100, 1000)
     ),
 )
+TASKS = tuple(
+    Section(
+        f"tasks{count}",
+        f"asyncio, {count} task{'s' if count > 1 else ''} on one client, 5 masters; the floor in "
+        f"batches of {count}; redis.asyncio's Lock asks 1 master",
+        tuple(
+            Row(name, name, aio.Tasks(count), aio.OURS if name in aio.PEERS else None)
+            for name in aio.CLIENTS
+            if count <= MOST_OF_PEERS or name not in aio.PEERS
+        ),
+        batch=count,
+    )
+    for count in (1, 10, 100, 1000)
+    if aio.CLIENTS
+)
+SECTIONS = (*THREADS, *TASKS)
+CLIENTS = {**harness.EVERYBODY, **aio.CLIENTS}
 FAULTS = {"pause": "hung (SIGSTOP)", "kill": "dead (killed)"}
 EXTRAS = ("costs", "instructions")
 
@@ -155,7 +175,7 @@ class Effort:
     rounds: int
 
 
-FULL, QUICK = Effort(0.4, 9), Effort(0.12, 3)
+FULL, QUICK = Effort(0.35, 9), Effort(0.12, 3)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -182,7 +202,7 @@ def run_section(
             runs[FLOOR] = floor_run(urls, section.batch)
         for row in section.rows:
             if row.client not in clients:
-                client = clients[row.client] = harness.EVERYBODY[row.client](urls)
+                client = clients[row.client] = CLIENTS[row.client](urls)
                 stack.callback(client.close)
                 made[row.client] = f"{client.version()}: {client.built}"
             runs[row.name] = row_run(row, clients[row.client])
@@ -298,7 +318,7 @@ def about(args: argparse.Namespace, effort: Effort) -> dict[str, Any]:
 
 def good_row(row: Mapping[str, Any]) -> bool:
     """Of ours: nothing failed, no key left."""
-    ours = row.get("client", row["name"]) == OURS
+    ours = row.get("client", row["name"]).startswith(OURS)
     return not ours or not (row.get("failed") or row.get("keys_left"))
 
 
