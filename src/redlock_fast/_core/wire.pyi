@@ -1,6 +1,5 @@
 from redlock_fast.scripts import Script
 
-
 class Replies: ...
 
 def error_kind(text: str) -> str: ...
