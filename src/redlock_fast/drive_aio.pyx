@@ -19,8 +19,9 @@ are closed without touching the loop or its selector.
 import _socket
 import os
 import weakref
-from asyncio import get_running_loop
+from asyncio import BaseEventLoop, Future, get_running_loop
 from collections import deque
+from functools import partial
 from heapq import heapify, heappop, heappush
 
 cimport cython
@@ -81,6 +82,9 @@ cdef int64_t TICK_MOST_NS = 200 * MS
 cdef int64_t CLOSE_NS = 5_000 * MS
 # A timer is set no further ahead; it looks again then.
 cdef int64_t TIMER_MOST_NS = 3_600_000 * MS
+
+# Loops whose `create_future` does nothing else than to make an `asyncio.Future`.
+cdef tuple _PLAIN = (BaseEventLoop.create_future,)
 
 cdef object _drivers = weakref.WeakSet()
 
@@ -223,6 +227,8 @@ cdef class Driver:
         self.call_soon = loop.call_soon
         self.call_later = loop.call_later
         self.new_future = loop.create_future
+        if getattr(type(loop), "create_future", None) in _PLAIN:
+            self.new_future = partial(Future, loop=loop)    # what that does, in C
         self.loop = loop
         return 0
 
@@ -617,7 +623,7 @@ cdef class Driver:
                 if not op.waiter.done():
                     op.waiter.set_result(None)
                 op.waiter = None
-        self.inbox.clear()
+        del self.inbox[:]
         return 0
 
     cdef int64_t _freshen(self, int64_t now) except -1:
