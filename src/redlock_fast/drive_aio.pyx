@@ -254,10 +254,12 @@ cdef class Driver:
     cdef int _start_anew(self) except -1:
         """The loop was closed: its futures will never be awaited again. Debts stay."""
         cdef int64_t now = clock_ns()
+        cdef list left = list(self.rounds)
         cdef Link link
         cdef Op op
         cdef int i
-        for op in list(self.rounds) + [what for _, _, what in self.heap if type(what) is Op]:
+        left += [what for _, _, what in self.heap if type(what) is Op]
+        for op in left:
             op.waiter = None
             op.inbox = None
         self._forget()
@@ -270,6 +272,9 @@ cdef class Driver:
             if link.state != DOWN:
                 self.fleet.broke(link, "closed", "its event loop was closed", now)
                 link.retry_ns = now
+        for op in left:
+            if op.kind == ACQUIRE:
+                self.fleet.clean_up(op)     # its task may be thrown away much later
         return 0
 
     def after_fork(self):
@@ -278,7 +283,7 @@ cdef class Driver:
         self._forget()
         for i in range(2 * self.n):
             self._shut(i, False)
-        self.fleet.after_fork()
+        self.fleet.after_fork(clock_ns())
 
     # -- a round -----------------------------------------------------------------------------------
 

@@ -437,8 +437,9 @@ cdef class Fleet:
                 self._give_up(op, link)
         return 0
 
-    cdef int after_fork(self) except -1:
+    cdef int after_fork(self, int64_t now) except -1:
         cdef Link link
+        self.forked_ns = now
         self.hoping = []
         self.rivals = [None] * self.n
         self._place()
@@ -501,6 +502,8 @@ cdef class Fleet:
         cdef Op debt
         cdef int i
         self._forget(op)
+        if 0 < op.start_ns < self.forked_ns:
+            return      # the parent's, who may hold the lock; a plan of its was thrown away here
         if items is not None:
             keys = [keys[j] for j in items]
             tokens = [tokens[j] for j in items]

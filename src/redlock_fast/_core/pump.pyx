@@ -552,4 +552,4 @@ cdef class Pump:
         self.mover.forget()
         self.active_ns = 0
         self.paying = False
-        self.fleet.after_fork()
+        self.fleet.after_fork(clock_ns())
