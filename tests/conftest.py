@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.bridge import Bridge
+from integration.bridge import LOOPS, Bridge, Runner
 from integration.helpers import (
     PATIENT,
     MakeClient,
@@ -138,6 +138,14 @@ def facade(request: pytest.FixtureRequest) -> Iterator[Any]:
     bridge = Bridge(kind)
     yield bridge.client
     bridge.close()
+
+
+@pytest.fixture(params=LOOPS)
+def run(request: pytest.FixtureRequest, make_local_masters: Any, net: Any) -> Iterator[Runner]:
+    """Runs a coroutine on a fresh loop, of each kind in turn; nothing may fail there unseen."""
+    runner = Runner(request.param)
+    yield runner
+    runner.check()
 
 
 @pytest.fixture

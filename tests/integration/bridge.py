@@ -19,7 +19,7 @@ from integration.helpers import PATIENT, names
 from redlock_fast import asyncio as aio
 
 T = TypeVar("T")
-Run = Callable[[Coroutine[Any, Any, T]], T]  # the fixture `run`
+Run = Callable[[Coroutine[Any, Any, None]], None]  # the fixture `run`
 
 LIMIT_S = 60.0  # no test waits longer for its loop
 LOOPS = ["asyncio", "uvloop"]
@@ -31,6 +31,22 @@ def new_loop(kind: str) -> asyncio.AbstractEventLoop:
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = pytest.importorskip("uvloop").new_event_loop()
     return loop
+
+
+async def _end_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def soon(predicate: Callable[[], Any], seconds: float = 5.0) -> None:
+    """As `eventually`, with the loop going on."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    while not predicate():
+        assert loop.time() < deadline, f"not true within {seconds} s: {predicate}"
+        await asyncio.sleep(0.005)
 
 
 class Runner:
@@ -47,10 +63,7 @@ class Runner:
             return loop.run_until_complete(asyncio.wait_for(main, LIMIT_S))
         finally:
             try:
-                tasks = asyncio.all_tasks(loop)
-                for task in tasks:
-                    task.cancel()
-                loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+                loop.run_until_complete(_end_others())
                 loop.run_until_complete(loop.shutdown_asyncgens())
             finally:
                 loop.close()
