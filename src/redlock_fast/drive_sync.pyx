@@ -158,6 +158,13 @@ cdef class Driver:
             return
         self._closed.set()
         self.pump.shut()
+        try:
+            self._settle_all(limit_ns)
+        finally:        # whatever a signal handler raises
+            self.pump.tear_down()
+
+    def _settle_all(self, limit_ns):
+        """Wait for callers to leave, and for what masters owe."""
         now = clock_ns()
         end = now + max(limit_ns, _CLOSE_NS)
         until = now + limit_ns
@@ -168,4 +175,3 @@ cdef class Driver:
             if self.fleet.answers != answers:
                 answers = self.fleet.answers
                 until = now + limit_ns
-        self.pump.tear_down()

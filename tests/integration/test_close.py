@@ -6,6 +6,7 @@ import _socket
 import math
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -263,3 +264,42 @@ def test_closing_at_any_moment(
         print(f"REDLOCK_SEED={seed}")  # noqa: T201 - to be seen when it fails
         occupy(masters, "held by a rival")
         _close_at_any_moment(masters, random.Random(f"{fault} {seed}"), fault)
+
+
+class _Alarm(Exception):
+    """What a signal handler raises here."""
+
+
+def test_closing_that_is_interrupted_closes(masters: LocalMasters) -> None:
+    """It does not wait for the clean-ups any more, but leaves no connection behind."""
+    before = set(descriptors())
+    client = Redlock(masters.urls, master_timeout=3000)
+    client.connect()
+    assert client.acquire("res", HOUR)
+    for i in range(3):
+        masters.pause(i)
+
+    def ask() -> None:
+        with pytest.raises(ClosedError):
+            client.locked("res")
+
+    lost = threading.Thread(target=ask)
+    lost.start()
+    eventually(lambda: client.stats()["masters"][0]["owed"])
+
+    def raise_alarm(*args: object) -> None:
+        raise _Alarm
+
+    handler = signal.signal(signal.SIGALRM, raise_alarm)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(_Alarm):
+            client.close()
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    lost.join(10)
+    assert not lost.is_alive()
+    assert set(descriptors()) <= before
+    client.close()
+    for i in range(3):
+        masters.resume(i)
