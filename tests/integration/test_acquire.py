@@ -56,6 +56,26 @@ def test_a_lock_stands_on_every_master(client: Redlock, masters: LocalMasters) -
     eventually(lambda: are_clean(masters))
 
 
+@pytest.mark.case("C34")
+@pytest.mark.parametrize("verb", ["acquire", "extend", "many", "adopt"])
+def test_c34_a_ttl_is_milliseconds(client: Redlock, masters: LocalMasters, verb: str) -> None:
+    lock = client.acquire("res", 30_000 if verb != "acquire" else 15_000)
+    assert lock
+    all_have(masters, "res", lock.token)
+    if verb == "extend":
+        assert lock.extend(15_000)
+    elif verb == "many":
+        assert lock.release()
+        (again,) = client.acquire_many(["res"], 30_000)
+        assert again
+        all_have(masters, "res", again.token)
+        assert client.extend_many([again], 15_000) == [True]
+    elif verb == "adopt":
+        assert client.adopt("res", lock.token, 15_000)
+    eventually(lambda: max(pttls_of(masters, "res")) <= 15_000)
+    assert min(pttls_of(masters, "res")) > 15_000 - 100 - SLACK_MS
+
+
 def test_every_try_has_a_fresh_token(make_fake: MakeFake, make_client: MakeClient) -> None:
     fake = make_fake(lambda command, _: b"$-1\r\n" if command[0] == b"SET" else PASS)
     client = make_client([fake], retries=9, retry_delay=0)

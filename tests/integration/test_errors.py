@@ -17,6 +17,7 @@ from integration.helpers import (
     MakeClient,
     Stopwatch,
     are_clean,
+    clients_of,
     closed_port,
     descriptors,
     eventually,
@@ -73,6 +74,7 @@ def test_the_right_password(
     _assert_silent(f"{client!r} {client} {client.stats()} {lock!r}")
 
 
+@pytest.mark.case("C54")
 @pytest.mark.parametrize("form", ["url", "dict"])
 def test_a_wrong_password_is_a_matter_of_configuration(
     make_local_masters: MakeLocalMasters,
@@ -101,7 +103,9 @@ def test_a_wrong_password_is_a_matter_of_configuration(
             client.acquire("res", HOUR, wait=100)
         texts += [repr(client), str(client.stats())]
         assert all(row["errors"].keys() == {"CONFIG"} for row in client.stats()["masters"])
+        assert max(clients_of(master) for master in masters) <= 2
         client.close()
+        eventually(lambda: [clients_of(master) for master in masters] == [0] * 3)
     texts += [record.getMessage() for record in caplog.records] + [caplog.text]
     assert any("CONFIG" in text for text in texts)
     _assert_silent("\n".join(texts))
@@ -308,11 +312,18 @@ def _bad_places(kind: str, make_fake: MakeFake, make_local_masters: MakeLocalMas
         return [make_fake(lambda *_: HTTP)]
     if kind == "half a reply":
         return [make_fake(lambda *_: b":1")]
+    if kind == "loading":
+        return [make_fake(lambda *_: b"-LOADING Redis is loading the dataset in memory\r\n")]
+    if kind == "silence":
+        return [make_fake(lambda *_: b"")]
     masters = make_local_masters(1, password=SECRET)
     return [f"redis://:{WRONG_ESCAPED}@127.0.0.1:{masters[0].port}/0"]
 
 
-@pytest.mark.parametrize("kind", ["http", "half a reply", "wrong password", "closed port"])
+@pytest.mark.case("C158")
+@pytest.mark.parametrize(
+    "kind", ["http", "half a reply", "loading", "silence", "wrong password", "closed port"]
+)
 @pytest.mark.parametrize("fresh", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_200_failures_leave_no_descriptor(
     make_fake: MakeFake,
@@ -337,6 +348,8 @@ def test_200_failures_leave_no_descriptor(
                 client.acquire("res", HOUR)
         client.close()
     eventually(lambda: len(_sockets(descriptors())) <= len(_sockets(before)))
+    for place in places:
+        eventually(lambda place=place: getattr(place, "open", 0) == 0)  # type: ignore[misc]
 
 
 def _sockets(found: dict[str, str]) -> list[str]:

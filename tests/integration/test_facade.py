@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import multiprocessing
 import pickle
@@ -21,14 +22,17 @@ from integration.helpers import (
     Stopwatch,
     all_have,
     are_clean,
+    calls_of,
     clients_of,
     closed_port,
     descriptors,
     eventually,
+    in_time,
     keys_of,
     occupy,
     outcomes,
     pttls_of,
+    refresh_stats,
     vacate,
 )
 
@@ -522,6 +526,30 @@ def test_a_dropped_lock_is_not_released(client: Redlock, masters: LocalMasters) 
     del lock
     assert client.locked("res")
     all_have(masters, "res", token)
+
+
+@pytest.mark.case("C113")
+def test_c113_a_dropped_lock_ends_with_its_ttl(client: Redlock, masters: LocalMasters) -> None:
+    """Also one in a cycle, or in a thread that is gone; dropping it sends nothing."""
+    refresh_stats(masters)
+    lock = client.acquire("one", 400)
+    cycle: list[Any] = [client.acquire("two", 400)]
+    cycle.append(cycle)
+    thread = threading.Thread(target=lambda: client.acquire("three", 400))
+    thread.start()
+    thread.join(10)
+    assert lock
+    assert cycle[0]
+    with Stopwatch() as watch:
+        for i in range(3):
+            masters.pause(i)
+        del lock, cycle
+        gc.collect()
+        for i in range(3):
+            masters.resume(i)
+    assert watch.ms < SLACK_MS
+    eventually(lambda: keys_of(masters) == [[]] * 3, in_time(400))
+    assert not any({"eval", "evalsha", "del"} & calls_of(master).keys() for master in masters)
 
 
 def test_a_lock_keeps_its_client(masters: LocalMasters) -> None:

@@ -148,6 +148,7 @@ def test_a_foreign_value_is_never_deleted(client: Redlock, masters: LocalMasters
     assert values_of([masters[2]], "res") == [lock.token.encode() + b"0"]
 
 
+@pytest.mark.case("C18")
 def test_an_unconfirmed_release_may_be_repeated(
     masters: LocalMasters, make_client: MakeClient
 ) -> None:

@@ -39,6 +39,7 @@ def _tries(masters: LocalMasters) -> list[int]:
 
 
 @pytest.mark.case("C126")
+@pytest.mark.case("C135")
 @pytest.mark.parametrize(
     ("settings", "wait"),
     [
@@ -228,6 +229,7 @@ def test_a_wait_ends_with_the_last_trys_reason(
 # -- for ever ----------------------------------------------------------------------------------
 
 
+@pytest.mark.case("C133")
 def test_for_ever_until_another_thread_releases(
     masters: LocalMasters, make_client: MakeClient
 ) -> None:
@@ -249,6 +251,21 @@ def test_for_ever_until_another_thread_releases(
     assert got[0].token != held.token
 
 
+@pytest.mark.case("C133")
+def test_c133_a_waiter_gets_what_a_dead_holder_leaves(
+    masters: LocalMasters, make_client: MakeClient
+) -> None:
+    """As soon as its ttl is over; nothing local is waited for."""
+    dead = make_client(masters)
+    client = make_client(masters, retry_delay=50)
+    assert dead.acquire("res", 700)
+    dead.close()
+    with Stopwatch() as watch:
+        lock = client.acquire("res", HOUR, wait=10_000)
+    assert lock
+    assert 600 - SLACK_MS < watch.ms < 700 + 50 + SLACK_MS
+
+
 def test_many_waiters_get_their_turns(masters: LocalMasters, make_client: MakeClient) -> None:
     client = make_client(masters, retry_delay=10)
     turns = []
@@ -268,6 +285,7 @@ def test_many_waiters_get_their_turns(masters: LocalMasters, make_client: MakeCl
     eventually(lambda: are_clean(masters))
 
 
+@pytest.mark.case("C136")
 def test_for_ever_without_a_quorum_warns_once(
     masters: LocalMasters, make_client: MakeClient, caplog: pytest.LogCaptureFixture
 ) -> None:
