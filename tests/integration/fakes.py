@@ -34,11 +34,13 @@ class Action(enum.Enum):
     PASS = "as a real master would"
     CLOSE = "close the connection in good order"
     RESET = "close it with a reset"
+    HALF = "send no more, but keep the connection open"
 
 
 PASS: Final = Action.PASS
 CLOSE: Final = Action.CLOSE
 RESET: Final = Action.RESET
+HALF: Final = Action.HALF
 SILENCE: Final = b""
 
 # Bytes, an action, or steps: bytes and actions, and between them pauses in seconds.
@@ -64,8 +66,11 @@ class Net:
             self._thread.start()
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(20)
 
-    def listen(self, host: Callable[..., Any]) -> int:
-        """Accept connections on a free port, each served by `host(reader, writer)`."""
+    def listen(self, host: Callable[..., Any], sock: socket.socket | None = None) -> int:
+        """Accept connections, each served by `host(reader, writer)`.
+
+        On a free port, or on a socket that listens already.
+        """
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
@@ -78,7 +83,8 @@ class Net:
                 self.hosts.discard(task)
 
         async def start() -> tuple[asyncio.Server, int]:
-            server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=2**24)
+            where: Any = {"host": "127.0.0.1", "port": 0} if sock is None else {"sock": sock}
+            server = await asyncio.start_server(serve, **where, limit=2**24)
             return server, server.sockets[0].getsockname()[1]
 
         server, port = self.call(start())
@@ -187,6 +193,10 @@ class FakeMaster:
 
         self._net.call(send())
 
+    def take_over(self, sock: socket.socket) -> None:
+        """Answer on another listening socket too."""
+        self._net.listen(self._host, sock)
+
     async def _host(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         talk = Talk(len(self.talks), writer)
         self.talks.append(talk)
@@ -207,6 +217,8 @@ class FakeMaster:
                         return
                     elif step is CLOSE:
                         return
+                    elif step is HALF:
+                        writer.write_eof()
                     else:
                         writer.write(self.behave(command) if step is PASS else step)
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import random
 import signal
@@ -142,6 +143,8 @@ def test_c100_threads_while_masters_fail(
     """REDLOCK_STRESS_SECONDS sets how long the long one takes, REDLOCK_SEED what happens."""
     if seconds > 5:
         seconds = float(os.environ.get("REDLOCK_STRESS_SECONDS", seconds))
+        # Instead of pytest's own limit.
+        faulthandler.dump_traceback_later(seconds + 200, exit=True)
     seed = int(os.environ.get("REDLOCK_SEED", "1"))
     draw = random.Random(seed)
     # With their keys on disk: one that forgets them can grant a lock that is held (case C24).

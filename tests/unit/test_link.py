@@ -1488,3 +1488,71 @@ def test_stats_of_a_link() -> None:
     fresh.connected(0, T0)
     words.append(fresh.links[0].stats()["state"])
     assert words == ["down", "connecting", "greeting"]
+
+
+# -- what failures leave behind -------------------------------------------------------------------
+
+
+def _errors(fleet: Fleet, now: int) -> None:
+    for kind, reply in ((ACQUIRE, b"-ERR no\r\n"), (RELEASE, NOSCRIPT), (RELEASE, b"-ERR no\r\n")):
+        op = one_op(kind)
+        fleet.start(op, now)
+        assert fleet.take(0)
+        fleet.receive(0, reply, now)
+        while fleet.links[0].owed:  # after NOSCRIPT
+            assert fleet.take(0)
+            fleet.receive(0, NOSCRIPT, now)
+        assert op.ended
+        fleet.finish(op)
+
+
+def _half_replies(fleet: Fleet, now: int) -> None:
+    op = one_op(ACQUIRE)
+    fleet.start(op, now)
+    assert fleet.take(0)
+    fleet.receive(0, b"+O", now)
+    fleet.lost(0, "closed", "", now)
+    assert op.ended
+    fleet.finish(op)
+    connect(fleet, 0, now)
+
+
+def _refusals(fleet: Fleet, now: int) -> None:
+    op = one_op(ACQUIRE)
+    fleet.start(op, now)
+    assert fleet.take(0)
+    fleet.receive(0, NIL, now)
+    assert op.ended
+    fleet.finish(op)
+    fleet.clean_up(op)
+    assert fleet.take(0)
+    fleet.receive(0, MISSING, now)
+
+
+@pytest.mark.case("C155")
+@pytest.mark.parametrize("collector", [True, False])
+@pytest.mark.parametrize("fail", [_errors, _half_replies, _refusals])
+def test_c155_failures_leave_no_object(fail: Callable[[Fleet, int], None], collector: bool) -> None:
+    """Also no cycle, which only the collector would find."""
+    fleet = ready_fleet()
+
+    def times(count: int, now: int) -> int:
+        for _ in range(count):
+            now += 1000 * MS
+            fail(fleet, now)
+            fleet.news.clear()
+        return now
+
+    now = times(100, T0)
+    gc.collect()
+    before = sys.getallocatedblocks()
+    if not collector:
+        gc.disable()
+    try:
+        times(3000, now)
+        if collector:
+            gc.collect()
+        grown = sys.getallocatedblocks() - before
+    finally:
+        gc.enable()
+    assert grown < 500  # one for each failure would be 3000
