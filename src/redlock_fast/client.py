@@ -24,8 +24,9 @@ from redlock_fast.plan import release as _release
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Guards the making of a lock's own guard, which most locks never need.
-_guards = threading.Lock()
+# Guards the making of a lock's own guard, which most locks never need. (A signal handler may come
+# in between.)
+_guards = threading.RLock()
 
 
 class Lock(BaseLock):
@@ -70,12 +71,18 @@ class Lock(BaseLock):
             failure = error
         self._leave(exc, released, expired, failure)
 
-    def _serial(self) -> threading.Lock:
-        """Extends of one lock are serialised by this."""
+    def _serial(self) -> Any:
+        """Extends of one lock are serialised by this `threading.RLock`.
+
+        It is never taken twice: a signal handler that extends what it interrupted the extension of
+        would otherwise wait for itself.
+        """
         with _guards:
             if self.guard is None:
-                self.guard = threading.Lock()
-            guard: threading.Lock = self.guard
+                self.guard = threading.RLock()
+            guard = self.guard
+        if guard._is_owned():
+            raise RuntimeError("cannot extend a lock while this thread is extending it")
         return guard
 
 

@@ -28,7 +28,7 @@ from integration.helpers import (
     values_of,
 )
 
-from redlock_fast import LockLost, NoQuorum, Redlock
+from redlock_fast import Lock, LockLost, NoQuorum, Redlock
 from redlock_fast.testing import LocalMasters, MakeLocalMasters
 
 
@@ -274,6 +274,46 @@ def test_a_batch_interrupted_before_its_turn_holds_nobody_up(
     again.start()
     again.join(10)
     assert results == [True] * 5
+
+
+def _extended(lock: Lock) -> bool:
+    try:
+        return lock.extend()
+    except NoQuorum:
+        return False
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_signal_handler_that_extends_the_same_lock_is_told(
+    masters: LocalMasters, make_client: MakeClient, many: bool
+) -> None:
+    """It interrupted the extension that it would have to wait for."""
+    client = make_client(masters, master_timeout=1500)
+    lock = client.acquire("res", HOUR)
+    assert lock
+    told: list[BaseException] = []
+
+    def extend(*args: object) -> None:
+        try:
+            client.extend_many([lock]) if many else client.extend(lock)
+        except RuntimeError as error:
+            told.append(error)
+
+    for i in range(3):
+        masters.pause(i)
+    before = signal.signal(signal.SIGALRM, extend)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(NoQuorum):
+            client.extend(lock)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        for i in range(3):
+            masters.resume(i)
+    assert [str(error) for error in told] == [
+        "cannot extend a lock while this thread is extending it"
+    ]
+    assert eventually(lambda: _extended(lock))
 
 
 @pytest.mark.case("C59")
