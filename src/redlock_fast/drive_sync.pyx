@@ -169,7 +169,14 @@ cdef class Driver:
         end = now + max(limit_ns, _CLOSE_NS)
         until = now + limit_ns
         answers = self.fleet.answers
-        while now < min(until, end) and (self.pump.callers or self.fleet.unsettled):
+        while now < end:
+            if self.pump.callers:
+                # Each is on its way out, and leaves a clean-up behind; one that was just about to
+                # wait has not heard of it.
+                until = now + limit_ns
+                self.pump.shut()
+            elif now >= until or not self.fleet.unsettled:
+                break
             self.pump.last_call(min(until - now, 5_000_000))
             now = clock_ns()
             if self.fleet.answers != answers:
