@@ -6,9 +6,11 @@ looks after the connections, as no other call may come along.
 """
 
 import logging
-import threading
+import sys
+from _thread import allocate_lock, start_new_thread
 
 cimport cython
+from cpython.exc cimport PyErr_CheckSignals
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF
 
@@ -31,11 +33,11 @@ cdef extern from "Python.h":
 log = logging.getLogger("redlock_fast")
 
 # A sleeping thread wakes so often for signals that were delivered to another thread.
-_TICK_S = 0.1
+cdef double _TICK_S = 0.1
 # The janitor looks so often; debts are paid at once when a connection is there.
-_JANITOR_S = 0.02
+cdef double _JANITOR_S = 0.02
 # It stays so long after the last debt, or every single release would start a thread.
-_LINGER_S = 1.0
+cdef double _LINGER_S = 1.0
 
 # However many answers keep coming, closing takes no longer.
 cdef long long _CLOSE_NS = 5_000_000_000
@@ -52,7 +54,10 @@ cdef class Driver:
     def __init__(self, Fleet fleet not None):
         self.fleet = fleet
         self.pump = Pump(fleet)
-        self._closed = threading.Event()
+        # Nothing here is a `threading.Event`: that is Python code, in the middle of which a signal
+        # handler may use the client, and would wait for itself, or another thread may fork.
+        self._gate = allocate_lock()
+        self._gate.acquire()
 
     cpdef drive(self, object plan):
         """Run a plan to its end; its result is ours, and so is what it raises.
@@ -84,13 +89,21 @@ cdef class Driver:
             if self.pump.settle():
                 self._settle()
 
+    cdef bint _nap(self, double seconds) except -1:
+        """Sleep, for at most one tick. True: the client was closed."""
+        if not self._gate.acquire(True, min(seconds, _TICK_S)):
+            PyErr_CheckSignals()
+            return False
+        self._gate.release()
+        return True
+
     def _sleep(self, pause_ns):
         """Sleep, interruptible by signals and by `close`. Returns the time."""
         self.pump.settle()
         until = clock_ns() + pause_ns
         left = pause_ns / 1e9
         while True:
-            if self._closed.wait(min(left, _TICK_S)):
+            if self._nap(left):
                 raise ClosedError("the client was closed while the call waited")
             now = clock_ns()
             if now >= until:
@@ -100,17 +113,17 @@ cdef class Driver:
     def _settle(self):
         """There is news for the log, or debts that nobody may be there to pay."""
         plans.tell(self.fleet)
-        if self.fleet.indebted and not self.pump.paying and not self._closed.is_set():
-            janitor = threading.Thread(target=self._pay, name="redlock_fast-janitor", daemon=True)
+        if self.fleet.indebted and not self.pump.paying and not self.pump.closed:
+            # (A thread that is started while the interpreter ends never runs.)
+            if sys.is_finalizing():
+                return
             self.pump.paying = True
             try:
-                janitor.start()
+                # Not a `threading.Thread`, whose start waits in Python code: see `_gate`.
+                start_new_thread(self._pay, ())
             except RuntimeError as exc:     # no more threads
                 self.pump.paying = False
                 log.warning("clean-ups wait for the next call: %s", exc)
-            except BaseException:           # of a signal handler, while start() waited
-                self.pump.paying = janitor.ident is not None
-                raise
 
     def _pay(self):
         """The janitor: looks after the connections while deletions are not answered."""
@@ -118,7 +131,7 @@ cdef class Driver:
         quiet = 0.0
         looks = answers = -1
         try:
-            while not self._closed.wait(pause):
+            while not self._nap(pause):
                 if not self.fleet.indebted:
                     quiet += pause
                     if quiet >= _LINGER_S:
@@ -129,7 +142,7 @@ cdef class Driver:
                     quiet = 0.0
                     self.pump.idle(0)
                 # A master that hangs for long is not worth fifty looks a second.
-                pause = _JANITOR_S if self.fleet.answers != answers else min(2 * pause, 0.2)
+                pause = _JANITOR_S if self.fleet.answers != answers else min(2 * pause, _TICK_S)
                 answers = self.fleet.answers
                 looks = self.pump.looks
         except ClosedError:
@@ -154,11 +167,11 @@ cdef class Driver:
         Clean-ups are waited for until no master has answered anything for `limit_ns`: cutting a
         connection while answers are on their way would make a server drop what it has not read.
         """
-        if self._closed.is_set():
+        if self.pump.closed:
             return
-        self._closed.set()
         self.pump.shut()
         try:
+            self._gate.release()
             self._settle_all(limit_ns)
         finally:        # whatever a signal handler raises
             self.pump.tear_down()

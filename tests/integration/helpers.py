@@ -5,10 +5,13 @@ Used as `from integration.helpers import ...`; `tests` is on the path since it h
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -253,9 +256,20 @@ def _ends(fd: int) -> str:
     return " to ".join(ends)
 
 
+def run_script(code: str, *args: str, limit_s: float = 30.0) -> subprocess.CompletedProcess[str]:
+    """Run a Python script to its end; one that hangs is a `subprocess.TimeoutExpired`."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *args],
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+
+
 def janitors() -> int:
     """How many threads clients have started to pay debts."""
-    return sum(thread.name == "redlock_fast-janitor" for thread in threading.enumerate())
+    return _thread._count() - (threading.active_count() - 1)  # not made by `threading`
 
 
 def outcomes(error: Any) -> list[str]:
