@@ -138,6 +138,7 @@ class Redlock(BaseClient):
             TypeError, ValueError: an argument, before anything was sent.
         """
         lock, _ = self._try(resource, ttl, wait)
+        self._driver.hand_over(lock)
         return lock
 
     def _try(
@@ -229,7 +230,10 @@ class Redlock(BaseClient):
         if steps is None:
             return []
         locks = self._driver.drive(steps)
-        return [self._claimed(lock, name) for name, lock in zip(names, locks, strict=True)]
+        for name, lock in zip(names, locks, strict=True):
+            self._claimed(lock, name)
+        self._driver.hand_over(locks)
+        return locks
 
     def extend_many(self, locks: Iterable[Lock], ttl: Milliseconds | None = None) -> list[bool]:
         """Extend many locks, pipelined; all are finished before anything is raised.

@@ -10,4 +10,6 @@ cdef class Driver:
     cdef object _gate           # a lock that is held until close(): who sleeps waits for it
 
     cpdef drive(self, object plan)
+    cpdef hand_over(self, object locks)
+    cdef int _leave(self) except -1
     cdef bint _nap(self, double seconds) except -1

@@ -75,7 +75,7 @@ cdef class Driver:
                 step = <object> given
                 Py_DECREF(step)
                 if sent == PYGEN_RETURN:
-                    return step
+                    break
                 ended = False
                 if type(step) is Op:
                     answer = self.pump.run(<Op> step)
@@ -83,11 +83,37 @@ cdef class Driver:
                     answer = clock_ns()
                 else:
                     answer = self._sleep(step)
-        finally:
+        except BaseException:
             if not ended:
                 plan.close()        # lets the plan clean up what it has sent
-            if self.pump.settle():
-                self._settle()
+            self._leave()
+            raise
+        try:
+            self._leave()
+        except BaseException:
+            plans.disown(self.fleet, step)
+            self.pump.settle()
+            raise
+        return step
+
+    cpdef hand_over(self, object locks):
+        """These are about to be returned to the caller: a lock, or a list of them.
+
+        What a signal handler raises now still finds somebody who can clean up; between here and
+        the caller's assignment it does not.
+        """
+        try:
+            PyErr_CheckSignals()
+        except BaseException:
+            plans.disown(self.fleet, locks)
+            self.pump.settle()
+            raise
+
+    cdef int _leave(self) except -1:
+        """A plan has ended: send what it left to be sent."""
+        if self.pump.settle():
+            self._settle()
+        return 0
 
     cdef bint _nap(self, double seconds) except -1:
         """Sleep, for at most one tick. True: the client was closed."""

@@ -375,6 +375,16 @@ def _warn(fleet: Fleet, settings: Settings, op: Op, now: int) -> None:
         log.warning("waiting for a lock without a limit while there is no quorum: %s", rows)
 
 
+def disown(fleet: Fleet, result: Any) -> None:
+    """Nobody will get this result of a plan: have the locks deleted that were granted in it."""
+    rows: dict[Op, list[int]] = {}
+    for hold in result if isinstance(result, (tuple, list)) else [result]:
+        if isinstance(hold, Hold) and hold.origin is not None:
+            rows.setdefault(hold.origin, []).append(hold.item)
+    for op, items in rows.items():
+        fleet.clean_up(op, items)
+
+
 # -- what is held --------------------------------------------------------------------------------
 
 
