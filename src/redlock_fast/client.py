@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterable
+from threading import RLock
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,10 +23,6 @@ from redlock_fast.plan import release as _release
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-# Guards the making of a lock's own guard, which most locks never need. (A signal handler may come
-# in between.)
-_guards = threading.RLock()
 
 
 class Lock(BaseLock):
@@ -72,18 +68,12 @@ class Lock(BaseLock):
         self._leave(exc, released, expired, failure)
 
     def _serial(self) -> Any:
-        """Extends of one lock are serialised by this `threading.RLock`.
-
-        It is never taken twice: a signal handler that extends what it interrupted the extension of
-        would otherwise wait for itself.
-        """
-        with _guards:
-            if self.guard is None:
-                self.guard = threading.RLock()
-            guard = self.guard
-        if guard._is_owned():
-            raise RuntimeError("cannot extend a lock while this thread is extending it")
-        return guard
+        """Extends of one lock are serialised by this; most locks never need it."""
+        if self.guard is None:
+            guard = RLock()
+            if self.guard is None:  # still: a finalizer may have run meanwhile
+                self.guard = guard
+        return self.guard
 
 
 class Redlock(BaseClient):
@@ -162,12 +152,17 @@ class Redlock(BaseClient):
             NoQuorum: no quorum of answers; the lock stays held until `remaining()` says 0.
             ValueError: the lock is another client's, or the ttl makes no sense.
             ClosedError: the client is closed.
+            RuntimeError: called by a signal handler in the middle of an extension of this lock.
         """
         ms = self._extension_ms(lock, ttl)
         if ms < 0:
             return False
-        with lock._serial():
+        guard = lock._serial()
+        self._driver.seize(guard)
+        try:
             results, op = self._driver.drive(self._plan_extend([lock], ms))
+        finally:
+            guard.release()
         return self._confirmed(results[0], op, "cannot extend")
 
     def release(self, lock: Lock) -> bool:
@@ -248,20 +243,18 @@ class Redlock(BaseClient):
         results, todo = self._extensions(locks, ttl)
         failed = None
         for ms, places, held in todo:
-            # In one order, so that two batches cannot wait for each other.
-            serials = []
-            for i, lock in enumerate(sorted(held, key=id)):
-                serials.append(lock._serial())
-                let_others_run(i)
-            taken = []
+            taken: list[Any] = []
             try:
-                for serial in serials:
-                    serial.acquire()  # may raise what a signal handler raises
-                    taken.append(serial)
+                # In one order, so that two batches cannot wait for each other.
+                for i, lock in enumerate(sorted(held, key=id)):
+                    guard = lock._serial()
+                    self._driver.seize(guard)
+                    taken.append(guard)
+                    let_others_run(i)
                 answers, op = self._driver.drive(self._plan_extend(held, ms))
             finally:
-                for serial in taken:
-                    serial.release()
+                for guard in taken:
+                    guard.release()
             failed = self._filled(results, places, answers, op, failed)
         return self._finished(results, failed, "cannot extend")
 

@@ -11,5 +11,6 @@ cdef class Driver:
 
     cpdef drive(self, object plan)
     cpdef hand_over(self, object locks)
+    cpdef seize(self, object guard)
     cdef int _leave(self) except -1
     cdef bint _nap(self, double seconds) except -1

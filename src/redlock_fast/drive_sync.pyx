@@ -136,6 +136,21 @@ cdef class Driver:
                 return now
             left = (until - now) / 1e9
 
+    cpdef seize(self, object guard):
+        """Acquire a guard (an RLock) that another thread of this client's may have.
+
+        Raises:
+            ClosedError: the client was closed meanwhile.
+            RuntimeError: this very thread has it: a signal handler wants to do what it has
+                interrupted.
+        """
+        if guard._is_owned():
+            raise RuntimeError("cannot extend a lock from within an extension of it")
+        while not guard.acquire(True, _TICK_S):
+            PyErr_CheckSignals()
+            if self.pump.closed:
+                raise ClosedError("the client was closed while the call waited")
+
     def _settle(self):
         """There is news for the log, or debts that nobody may be there to pay."""
         plans.tell(self.fleet)

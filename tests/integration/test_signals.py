@@ -516,6 +516,26 @@ def _ring_in_a_round(alarm: Alarm, masters: LocalMasters, call: Callable[[], Any
         healer.join()
 
 
+def test_a_handler_cannot_extend_what_it_has_interrupted(
+    client: Redlock, masters: LocalMasters, alarm: Alarm
+) -> None:
+    lock = client.acquire("res", HOUR)
+    assert lock
+    seen: list[BaseException] = []
+
+    def extend() -> None:
+        for again in (lock.extend, lambda: client.extend_many([lock])):
+            with pytest.raises(RuntimeError, match="within an extension") as caught:
+                again()
+            seen.append(caught.value)
+
+    alarm.action = extend
+    assert _ring_in_a_round(alarm, masters, lock.extend) is True
+    assert len(seen) == 2
+    assert lock.extend()
+    assert client.release(lock)
+
+
 def test_a_handler_releases_what_is_being_extended(
     client: Redlock, masters: LocalMasters, alarm: Alarm
 ) -> None:
@@ -542,6 +562,33 @@ def test_a_handler_closes_the_client_under_a_sleep(
 
 
 # -- interrupted between steps -----------------------------------------------------------------
+
+
+def test_an_interrupted_batch_of_extends_frees_its_locks(
+    client: Redlock, masters: LocalMasters, alarm: Alarm
+) -> None:
+    """It was interrupted while it waited for another thread's extension of one of them."""
+    locks = [lock for lock in client.acquire_many(["a", "b"], HOUR) if lock]
+    locks.sort(key=id)
+    _in_a_round(masters)
+    other = threading.Thread(target=locks[1].extend)
+    other.start()
+    time.sleep(0.1)
+
+    alarm.after(0.2, lambda: client.extend_many(locks))
+    assert alarm.rung
+
+    masters.resume(0)
+    masters.resume(1)
+    other.join(20)
+    done: list[list[bool]] = []
+    third = threading.Thread(
+        target=lambda: done.append(client.extend_many(locks)), daemon=True
+    )  # one that hangs must not hang pytest
+    third.start()
+    third.join(10)
+    assert done == [[True, True]]
+    assert client.release_many(locks) == [True, True]
 
 
 def test_an_interrupted_release_can_be_repeated(
