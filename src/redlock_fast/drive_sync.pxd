@@ -7,6 +7,7 @@ cdef class Driver:
     cdef object __weakref__
     cdef readonly Fleet fleet
     cdef readonly Pump pump
+    cdef long long _limit_ns    # of close()
     cdef object _gate           # a lock that is held until close(): who sleeps waits for it
 
     cpdef drive(self, object plan)

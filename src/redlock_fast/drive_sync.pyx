@@ -113,6 +113,12 @@ cdef class Driver:
         """A plan has ended: send what it left to be sent."""
         if self.pump.settle():
             self._settle()
+        if self.pump.leaving and not self.pump.callers:
+            # The client was closed meanwhile, and close() could not wait for this call.
+            try:
+                self._settle_all()
+            finally:
+                self.pump.tear_down()
         return 0
 
     cdef bint _nap(self, double seconds) except -1:
@@ -210,29 +216,33 @@ cdef class Driver:
         """
         if self.pump.closed:
             return
+        self._limit_ns = limit_ns
         self.pump.shut()
         try:
             self._gate.release()
-            self._settle_all(limit_ns)
+            self._settle_all()
         finally:        # whatever a signal handler raises
-            self.pump.tear_down()
+            # A caller that a signal handler closes under has not been able to clean up yet: it
+            # does so on its way out.
+            self.pump.leaving = True
+            if not self.pump.callers:
+                self.pump.tear_down()
 
-    def _settle_all(self, limit_ns):
+    def _settle_all(self):
         """Wait for callers to leave, and for what masters owe."""
         now = clock_ns()
-        end = now + max(limit_ns, _CLOSE_NS)
-        until = now + limit_ns
+        end = now + max(self._limit_ns, _CLOSE_NS)
+        until = now + self._limit_ns
         answers = self.fleet.answers
-        while now < end:
-            if self.pump.callers:
+        callers = self.pump.callers
+        while now < min(until, end) and (callers or self.fleet.unsettled):
+            if callers:
                 # Each is on its way out, and leaves a clean-up behind; one that was just about to
                 # wait has not heard of it.
-                until = now + limit_ns
                 self.pump.shut()
-            elif now >= until or not self.fleet.unsettled:
-                break
             self.pump.last_call(min(until - now, 5_000_000))
             now = clock_ns()
-            if self.fleet.answers != answers:
+            if self.fleet.answers != answers or self.pump.callers != callers:
                 answers = self.fleet.answers
-                until = now + limit_ns
+                callers = self.pump.callers
+                until = now + self._limit_ns

@@ -549,6 +549,25 @@ def test_a_handler_releases_what_is_being_extended(
     eventually(lambda: are_clean(masters))
 
 
+def test_a_handler_closes_the_client_under_a_call(
+    masters: LocalMasters, make_client: MakeClient, alarm: Alarm
+) -> None:
+    """The call ends, and what it had sent is cleaned up on the same connections."""
+    client = make_client(masters, master_timeout=300)
+    alarm.action = client.close
+    occupy([masters[0]], "res")
+    masters.pause(1)
+    masters.pause(2)
+    healer = threading.Timer(0.5, _heal, (masters,))
+    healer.start()
+    with pytest.raises(ClosedError):
+        alarm.after(0.1, lambda: client.acquire("res", HOUR))
+    healer.join()
+    eventually(lambda: keys_of(masters) == [[b"res"], [], []])
+    with pytest.raises(ClosedError):
+        client.acquire("res", HOUR)
+
+
 def test_a_handler_closes_the_client_under_a_sleep(
     masters: LocalMasters, make_client: MakeClient, alarm: Alarm
 ) -> None:
@@ -606,3 +625,19 @@ def test_an_interrupted_release_can_be_repeated(
     # The first one was sent, and does its work by itself.
     eventually(lambda: are_clean(masters))
     assert client.release(lock) is False
+
+
+def test_an_interrupted_close_closes(
+    masters: LocalMasters, make_client: MakeClient, alarm: Alarm
+) -> None:
+    client = make_client(masters, master_timeout=3000)
+    lock = client.acquire("res", HOUR)
+    assert lock
+    masters.pause(2)
+    client.release(lock)
+    alarm.after(0.2, client.close)
+    assert alarm.rung
+    masters.resume(2)
+    # The clean-up had been sent; and the connections are gone: see the guard against leaks.
+    eventually(lambda: are_clean(masters))
+    client.close()

@@ -12,6 +12,7 @@ cdef class Pump:
     cdef readonly Fleet fleet
     cdef readonly Mover mover
     cdef readonly bint closed       # refuses rounds
+    cdef public bint leaving        # close() is over; the last caller tears down
     cdef bint torn                  # has no connections any more, for good
     cdef int n
     cdef unsigned long parser       # the thread that parses, while mover.parsing

@@ -7,6 +7,7 @@ from redlock_fast._core.op import Op
 class Pump:
     fleet: Fleet
     closed: bool
+    leaving: bool
     paying: bool
     looks: int
     def __init__(self, fleet: Fleet) -> None: ...
