@@ -283,7 +283,7 @@ cdef class Driver:
         self._forget()
         for i in range(2 * self.n):
             self._shut(i, False)
-        self.fleet.after_fork(clock_ns())
+        self.fleet.after_fork()
 
     # -- a round -----------------------------------------------------------------------------------
 

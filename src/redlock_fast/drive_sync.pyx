@@ -39,6 +39,8 @@ cdef double _JANITOR_S = 0.02
 # It stays so long after the last debt, or every single release would start a thread.
 cdef double _LINGER_S = 1.0
 
+cdef str _FORKED = "this process was forked in the middle of the call"
+
 # However many answers keep coming, closing takes no longer.
 cdef long long _CLOSE_NS = 5_000_000_000
 
@@ -64,10 +66,13 @@ cdef class Driver:
 
         Raises:
             ClosedError: the client is closed, or was closed meanwhile.
+            RuntimeError: the process was forked meanwhile, by a signal handler, and this is the
+                child: it owns nothing of what the parent is about to get.
         """
         cdef PyObject* given
         cdef object step, answer = None
         cdef bint ended = False
+        cdef int forks = self.fleet.forks
         try:
             while True:
                 ended = True        # unless it says otherwise: also when it raises
@@ -83,6 +88,8 @@ cdef class Driver:
                     answer = clock_ns()
                 else:
                     answer = self._sleep(step)
+                if self.fleet.forks != forks:
+                    raise RuntimeError(_FORKED)
         except BaseException:
             if not ended:
                 plan.close()        # lets the plan clean up what it has sent
@@ -90,6 +97,8 @@ cdef class Driver:
             raise
         try:
             self._leave()
+            if self.fleet.forks != forks:
+                raise RuntimeError(_FORKED)
         except BaseException:
             plans.disown(self.fleet, step)
             self.pump.settle()

@@ -21,8 +21,8 @@ cdef class Fleet:
     cdef readonly list news         # (address, word, cause), for the log; the driver empties it
     cdef readonly int64_t patience_ns
     cdef readonly int64_t connect_ns
+    cdef readonly int forks         # how often this process was forked since the fleet was made
     cdef int64_t now_ns    # the last time that was told
-    cdef int64_t forked_ns          # in a forked child: when that was; else 0
     cdef Replies replies
     cdef Buf scratch
     cdef list hoping                # rounds that still wait for a master to become ready
@@ -44,7 +44,7 @@ cdef class Fleet:
     cpdef int64_t next_ns(self) noexcept
     cpdef int broke(self, Link link, str outcome, str cause, int64_t now) except -1
     cdef bint owes(self) noexcept
-    cdef int after_fork(self, int64_t now) except -1
+    cdef int after_fork(self) except -1
     cdef int _encode(self, Op op, int first) except -1
     cdef int _forget(self, Op op) except -1
     cdef int _round_off(self, Op op) except -1

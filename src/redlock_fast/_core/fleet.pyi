@@ -16,6 +16,7 @@ class Fleet:
     news: list[tuple[str, str, str]]
     patience_ns: int
     connect_ns: int
+    forks: int
     def __init__(
         self,
         masters: Sequence[MasterOptions],

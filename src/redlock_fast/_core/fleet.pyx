@@ -79,6 +79,7 @@ cdef class Fleet:
         self.now_ns = now
         op.start_ns = now
         op.limit_ns = now + self.patience_ns
+        op.forks = self.forks
         if op.lapse_ns == 0:
             op.lapse_ns = now + max(LAPSE_NS, op.lasts_ms * 1_000_000 + LAPSE_MARGIN_NS)
         count = self._encode(op, 0)
@@ -437,9 +438,9 @@ cdef class Fleet:
                 self._give_up(op, link)
         return 0
 
-    cdef int after_fork(self, int64_t now) except -1:
+    cdef int after_fork(self) except -1:
         cdef Link link
-        self.forked_ns = now
+        self.forks += 1
         self.hoping = []
         self.rivals = [None] * self.n
         self._place()
@@ -495,6 +496,8 @@ cdef class Fleet:
             op: an ACQUIRE round, or an EXTEND that found its lock lost.
             items: which items, as a list of indexes; None for all.
         """
+        if op.start_ns and op.forks != self.forks:
+            return      # the parent's, and it may well get its locks
         cdef list keys = op.keys
         cdef list tokens = op.tokens
         cdef uint32_t asked = op.asked
@@ -502,8 +505,6 @@ cdef class Fleet:
         cdef Op debt
         cdef int i
         self._forget(op)
-        if 0 < op.start_ns < self.forked_ns:
-            return      # the parent's, who may hold the lock; a plan of its was thrown away here
         if items is not None:
             keys = [keys[j] for j in items]
             tokens = [tokens[j] for j in items]

@@ -361,8 +361,10 @@ cdef class Mover:
         """In a forked child: all of this is the parent's. Close descriptors, never shut down.
 
         Another thread of the parent may have been in the middle of anything without the GIL, so
-        nothing of what the mutex guards is looked at, or freed: a few buffers are lost per fork.
+        nothing of what the mutex guards is freed, or looked at but for the descriptors: a few
+        buffers are lost per fork.
         """
+        cdef Chan* c = self.graves      # what is in this list has its descriptor, see _reap()
         cdef int i
         memset(&self.mu, 0, sizeof(self.mu))
         pthread_mutex_init(&self.mu, NULL)
@@ -370,6 +372,9 @@ cdef class Mover:
             if self.chans[i] != NULL:
                 close(self.chans[i].fd)
                 self.chans[i] = NULL
+        while c != NULL:
+            close(c.fd)
+            c = c.next
         self.graves = NULL
         if self.kick_fd >= 0:
             close(self.kick_fd)

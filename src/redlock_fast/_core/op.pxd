@@ -67,6 +67,7 @@ cdef class Op:
     cdef uint32_t* nils             # bits of the masters that said "taken"
     cdef uint32_t small_nil
     cdef int undecided
+    cdef int forks                  # the fleet's, when the round started
     cdef bint nudged                # something changed that its waiter should know
     cdef public int64_t lasts_ms    # a release: its keys expire by themselves after this; 0: ?
     cdef int64_t lapse_ns           # a debt that is older than this is void: the key has expired

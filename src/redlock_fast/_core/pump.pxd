@@ -18,6 +18,7 @@ cdef class Pump:
     cdef unsigned long parser       # the thread that parses, while mover.parsing
     cdef int64_t active_ns          # when the sockets were last looked at
     cdef public bint paying         # a thread of the driver's looks after debts
+    cdef list dials                 # sockets between their making and the mover
     cdef readonly int64_t looks
 
     cpdef int64_t run(self, Op op) except -1

@@ -55,12 +55,16 @@ cdef int64_t IDLE_NS = 5_000_000
 # How long a follower waits for the reader to finish a sweep before it judges.
 cdef int64_t SWEEP_NS = 5_000_000
 
-cdef object _pumps = weakref.WeakSet()
+# Weak references to all pumps. Not a WeakSet, which is Python code: a signal handler that raises
+# in the middle of it would leave a child with its parent's connections.
+cdef set _pumps = set()
 
 
 def _after_fork_in_child():
-    for pump in list(_pumps):
-        (<Pump> pump).after_fork()
+    for ref in list(_pumps):
+        pump = ref()
+        if pump is not None:
+            (<Pump> pump).after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -78,7 +82,8 @@ cdef class Pump:
         self.fleet = fleet
         self.n = fleet.n
         self.mover = Mover(fleet.n)
-        _pumps.add(self)
+        self.dials = []
+        _pumps.add(weakref.ref(self, _pumps.discard))
 
     # -- a round -----------------------------------------------------------------------------------
 
@@ -92,6 +97,7 @@ cdef class Pump:
         Raises:
             ClosedError: the client is closed, or was closed meanwhile.
             RuntimeError: called from a finalizer in the middle of this thread's own parse.
+            RuntimeError: this is a child that a signal handler forked in the middle of the round.
             BaseException: whatever a signal handler raised. The round is open then; its owner must
                 have it cleaned up.
         """
@@ -99,6 +105,7 @@ cdef class Pump:
         cdef Fleet fleet = self.fleet
         cdef int64_t now, until
         cdef bint first = True, drained = False
+        cdef int forks = fleet.forks
         self._check()
         try:
             self.mover.open_kick()
@@ -131,6 +138,8 @@ cdef class Pump:
                 # interrupt the poll, and what its handler raises has to come out here, where the
                 # round can be cleaned up, not after a lock was returned to nobody.
                 PyErr_CheckSignals()
+                if fleet.forks != forks:
+                    raise RuntimeError("this process was forked in the middle of the call")
                 if op.ended:
                     break
                 if op.k > 1:
@@ -149,11 +158,12 @@ cdef class Pump:
                     drained = True
             return clock_ns()
         finally:
-            self.mover.inside -= 1
             if w != NULL:
                 self.mover.end_waiter(w)
-            if op.hoping or op.k > 1:
-                fleet.finish(op)
+            if fleet.forks == forks:
+                self.mover.inside -= 1
+                if op.hoping or op.k > 1:
+                    fleet.finish(op)
 
     cdef int _check(self) except -1:
         if self.closed:
@@ -363,6 +373,7 @@ cdef class Pump:
             sock = _socket.socket(
                 options.family, _socket.SOCK_STREAM | _socket.SOCK_NONBLOCK | _socket.SOCK_CLOEXEC
             )
+            self.dials.append(sock)
             if options.family != _socket.AF_UNIX:
                 sock.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)
                 sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_KEEPALIVE, 1)
@@ -393,6 +404,9 @@ cdef class Pump:
             self.fleet.broke(link, "refused", text, now)
             if not isinstance(exc, (OSError, MemoryError)):
                 raise
+        finally:
+            if sock in self.dials:
+                self.dials.remove(sock)
         return 0
 
     cdef int _bury_down(self) except -1:
@@ -550,6 +564,9 @@ cdef class Pump:
     def after_fork(self):
         """In a forked child: start as new, and leave the parent's connections alone."""
         self.mover.forget()
+        for sock in self.dials:
+            sock.close()
+        self.dials.clear()
         self.active_ns = 0
         self.paying = False
-        self.fleet.after_fork(clock_ns())
+        self.fleet.after_fork()
