@@ -196,10 +196,10 @@ class Tasks:
             end = clock()
             while not tally.over:
                 calls += 1
-                try:  # noqa: SIM105 - a context manager would be measured too
+                try:
                     good += await pair(next_name())
-                except errors:
-                    pass
+                except errors as error:
+                    contestant.blame(error)
                 tally.done[index] = good
                 if timed:
                     began, end = end, clock()

@@ -321,10 +321,15 @@ class Contestant:
     def __init__(self, urls: Sequence[str]) -> None:
         self.urls = list(urls)
         self.names = Names(self.tag)
+        self.why = ""
 
     def pair(self, name: str) -> bool:
         """Acquire and release the lock `name`; True if it was granted and released."""
         raise NotImplementedError
+
+    def blame(self, error: Exception) -> None:
+        """Keep what the first failed call raised."""
+        self.why = self.why or f"{type(error).__name__}: {error}"
 
     def owed(self) -> int | None:
         """Replies still to come, where the client says so."""

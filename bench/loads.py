@@ -69,10 +69,10 @@ class Threads:
             end = clock()
             while not tally.over:
                 calls += 1
-                try:  # noqa: SIM105 - a context manager would be measured too
+                try:
                     good += pair(next_name())
-                except errors:
-                    pass
+                except errors as error:
+                    contestant.blame(error)
                 tally.done[index] = good
                 if timed:
                     began, end = end, clock()
@@ -199,7 +199,8 @@ class Batch:
             cpu, began = harness.cpu_seconds(), time.perf_counter()
             try:
                 good = contestant.batch(names)
-            except contestant.errors:
+            except contestant.errors as error:
+                contestant.blame(error)
                 good = 0
             took.append(time.perf_counter() - began)
             used += harness.cpu_seconds() - cpu

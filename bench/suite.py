@@ -209,6 +209,9 @@ def run_section(
         outcome = harness.interleave(runs, seconds, effort.rounds)
         prefixes = {name: client.names.prefix for name, client in clients.items()}
         left = harness.keys_left(masters, prefixes, PATIENCE)
+        for name, client in clients.items():
+            if client.why and name.startswith(OURS):
+                harness.note(f"       {name} failed at first with {client.why}")
 
     against = {row.name: row.against for row in section.rows}
     client_of = {row.name: row.client for row in section.rows}
