@@ -310,9 +310,7 @@ def test_a_signal_handler_that_extends_the_same_lock_is_told(
         signal.signal(signal.SIGALRM, before)
         for i in range(3):
             masters.resume(i)
-    assert [str(error) for error in told] == [
-        "cannot extend a lock while this thread is extending it"
-    ]
+    assert [str(error) for error in told] == ["cannot extend a lock from within an extension of it"]
     assert eventually(lambda: _extended(lock))
 
 
