@@ -94,16 +94,19 @@ class Crowd:
         lock = self.client.acquire(name, 2000, wait=draw.choice([None, None, 0, 50]))
         if lock is None:
             return
-        with self._guard:
+        # Main holds no guard: a handler that raises while it takes one would leave it taken. (These
+        # steps are atomic by themselves, as long as nobody else is in here with the same name.)
+        guard = self._guard if number >= 0 else contextlib.nullcontext()
+        with guard:
             before = self._held.get(name)
             if before is not None and before.held and lock.held:
                 self.overlaps += 1
             self._held[name] = lock
         if draw.random() < 0.2:
             lock.extend(2000)
-        with self._guard:
+        with guard:
             if self._held.get(name) is lock:
-                del self._held[name]
+                self._held.pop(name, None)
         self.good += bool(lock.release())
 
 
