@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -28,7 +26,7 @@ from integration.helpers import (
     values_of,
 )
 
-from redlock_fast import Lock, LockLost, NoQuorum, Redlock
+from redlock_fast import LockLost, NoQuorum, Redlock
 from redlock_fast.testing import LocalMasters, MakeLocalMasters
 
 
@@ -235,83 +233,6 @@ def test_extensions_of_one_lock_are_serialised(
 
     assert results == [True] * 5
     assert watch.ms >= 5 * 50
-
-
-class _Alarm(Exception):
-    """What a signal handler raises here."""
-
-
-def test_a_batch_interrupted_before_its_turn_holds_nobody_up(
-    masters: LocalMasters, make_client: MakeClient
-) -> None:
-    """It waits for an extension of its last lock, and has its turn at the others already."""
-    client = make_client(masters, master_timeout=1500)
-    locks = [lock for lock in client.acquire_many("abcde", HOUR) if lock]
-    locks.sort(key=id)  # in this order turns are taken
-
-    def raise_alarm(*args: object) -> None:
-        raise _Alarm
-
-    for i in range(3):
-        masters.pause(i)
-    before = signal.signal(signal.SIGALRM, raise_alarm)
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(client.extend, locks[-1], HOUR)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
-            with pytest.raises(_Alarm):
-                client.extend_many(locks, HOUR)
-        finally:
-            signal.signal(signal.SIGALRM, before)
-        with pytest.raises(NoQuorum):
-            other.result(10)
-        for i in range(3):
-            masters.resume(i)
-    results: list[bool] = []
-    again = threading.Thread(
-        target=lambda: results.extend(client.extend_many(locks, HOUR)), daemon=True
-    )
-    again.start()
-    again.join(10)
-    assert results == [True] * 5
-
-
-def _extended(lock: Lock) -> bool:
-    try:
-        return lock.extend()
-    except NoQuorum:
-        return False
-
-
-@pytest.mark.parametrize("many", [False, True])
-def test_a_signal_handler_that_extends_the_same_lock_is_told(
-    masters: LocalMasters, make_client: MakeClient, many: bool
-) -> None:
-    """It interrupted the extension that it would have to wait for."""
-    client = make_client(masters, master_timeout=1500)
-    lock = client.acquire("res", HOUR)
-    assert lock
-    told: list[BaseException] = []
-
-    def extend(*args: object) -> None:
-        try:
-            client.extend_many([lock]) if many else client.extend(lock)
-        except RuntimeError as error:
-            told.append(error)
-
-    for i in range(3):
-        masters.pause(i)
-    before = signal.signal(signal.SIGALRM, extend)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(NoQuorum):
-            client.extend(lock)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-        for i in range(3):
-            masters.resume(i)
-    assert [str(error) for error in told] == ["cannot extend a lock from within an extension of it"]
-    assert eventually(lambda: _extended(lock))
 
 
 @pytest.mark.case("C59")
