@@ -250,6 +250,31 @@ def test_threads_that_connect_at_once_open_one_connection(
     assert all(row["reconnects"] == 0 for row in client.stats()["masters"])
 
 
+def test_no_wake_up_is_lost_while_connections_open(
+    masters: LocalMasters, make_client: MakeClient
+) -> None:
+    # Who is decided, or has its commands sent, by another thread's look hears of it, and a reader
+    # polls a connection again once it was looked at. Without its regular tick, which would heal a
+    # lost wake-up after 100 ms, a thread would wait for its whole timeout.
+    for life in range(12):
+        client = make_client(masters, retries=0, master_timeout=5000)
+        client._driver.pump.tick_ns = 10**12
+        slowest = 0.0
+
+        def pairs(i: int, client: Redlock = client, life: int = life) -> None:
+            nonlocal slowest
+            for _ in range(3):
+                start = time.monotonic()
+                lock = client.acquire(f"{life}:{i}", HOUR)
+                slowest = max(slowest, time.monotonic() - start)
+                assert lock
+                assert lock.release()
+
+        _in_threads(THREADS, pairs)
+        assert slowest < 4
+        client.close()
+
+
 def test_a_slow_master_does_not_delay_threads(
     masters: LocalMasters, make_proxy: MakeProxy, make_client: MakeClient
 ) -> None:

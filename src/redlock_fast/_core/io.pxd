@@ -67,6 +67,8 @@ cdef struct Waiter:
     bint sweep          # look after the next sweep
     Waiter* prev
     Waiter* next
+    Waiter* newer       # among those in use, under the GIL
+    Waiter* older
 
 cdef int64_t clock_ns() noexcept nogil
 
@@ -82,11 +84,13 @@ cdef class Mover:
     cdef bint flushing          # somebody sends
     cdef bint leading           # somebody has the reading role
     cdef bint polling           # ... and is inside its system calls
+    cdef Waiter* reader         # who that is, while polling
     cdef bint behind            # at the last `collect`, some socket took no more
     cdef bint alert             # some chan has an event that nobody took
     cdef int64_t timer_ns       # when the GIL has to look even if nothing comes in
     cdef Waiter* first
     cdef Waiter* last
+    cdef Waiter* newest         # those in use, under the GIL
     cdef Waiter* spare          # pool, under the GIL
     cdef int inside             # threads with a round; written under the GIL, read as a hint
     cdef bint parsing           # a thread parses what chans had taken; under the GIL

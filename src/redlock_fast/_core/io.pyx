@@ -326,27 +326,38 @@ cdef class Mover:
         w.sweep = False
         w.next = NULL
         w.prev = NULL
+        w.newer = NULL
+        w.older = self.newest
+        if w.older != NULL:
+            w.older.newer = w
+        self.newest = w
         for i in range(self.n):
             w.mark[i] = -1
         return w
 
     cdef void end_waiter(self, Waiter* w) noexcept:
+        if w.newer != NULL:
+            w.newer.older = w.older
+        elif self.newest == w:      # not in a forked child, see forget()
+            self.newest = w.older
+        if w.older != NULL:
+            w.older.newer = w.newer
         w.op = NULL
         w.next = self.spare
         self.spare = w
 
     cdef void poke_all(self) noexcept:
-        """Let every waiting thread look."""
-        cdef Waiter* w
+        """Let every thread that waits, or is about to, look."""
+        cdef Waiter* w = self.newest
         pthread_mutex_lock(&self.mu)
-        self.alert = True       # for the one that reads
+        while w != NULL:
+            w.poked = True
+            if w.linked:
+                self.unlink(w)
+                sem_post(&w.sem)
+            w = w.older
         if self.polling:
             self.kick()
-        while self.first != NULL:
-            w = self.first
-            w.poked = True
-            self.unlink(w)
-            sem_post(&w.sem)
         pthread_mutex_unlock(&self.mu)
 
     cdef void shut_kick(self) noexcept:
@@ -365,6 +376,7 @@ cdef class Mover:
         buffers are lost per fork.
         """
         cdef Chan* c = self.graves      # what is in this list has its descriptor, see _reap()
+        cdef Waiter* w
         cdef int i
         memset(&self.mu, 0, sizeof(self.mu))
         pthread_mutex_init(&self.mu, NULL)
@@ -381,7 +393,11 @@ cdef class Mover:
             self.kick_fd = -1
         self.pending = self.flushing = self.leading = self.polling = self.alert = False
         self.timer_ns = NEVER
-        self.first = self.last = self.spare = NULL
+        self.first = self.last = self.spare = self.reader = NULL
+        while self.newest != NULL:
+            w = self.newest
+            self.newest = w.older
+            w.newer = w.older = NULL
         self.inside = 0
         self.parsing = False
 
@@ -491,6 +507,7 @@ cdef class Mover:
         if left < 0 or w.sweep:
             left = 0
         self.polling = True
+        self.reader = w
         pthread_mutex_unlock(&self.mu)
         ts.tv_sec = left // 1_000_000_000
         ts.tv_nsec = left % 1_000_000_000
@@ -512,6 +529,7 @@ cdef class Mover:
         now = clock_ns()
         pthread_mutex_lock(&self.mu)
         self.polling = False
+        self.reader = NULL
         if self.shut:
             self._close_kick()
         if ready > 0:

@@ -20,6 +20,7 @@ cdef class Pump:
     cdef public bint paying         # a thread of the driver's looks after debts
     cdef list dials                 # sockets between their making and the mover
     cdef readonly int64_t looks
+    cdef public int64_t tick_ns     # a thread that waits wakes so often for signals
 
     cpdef int64_t run(self, Op op) except -1
     cpdef bint settle(self) except -1
@@ -36,4 +37,5 @@ cdef class Pump:
     cdef int _bury_down(self) except -1
     cdef int _post(self) except -1
     cdef int _wake_decided(self) except -1
+    cdef bint _concerned(self, Waiter* w) noexcept
     cdef void _aim(self, Waiter* w, Op op, bint first) noexcept

@@ -82,6 +82,7 @@ cdef class Pump:
         self.fleet = fleet
         self.n = fleet.n
         self.mover = Mover(fleet.n)
+        self.tick_ns = TICK_NS
         self.dials = []
         _pumps.add(weakref.ref(self, _pumps.discard))
 
@@ -122,7 +123,7 @@ cdef class Pump:
                 return clock_ns()
             w = self.mover.new_waiter(<void*> op)
             while True:
-                until = min(op.limit_ns, now + TICK_NS)
+                until = min(op.limit_ns, now + self.tick_ns)
                 if drained:
                     until = now + SWEEP_NS
                 self._aim(w, op, first)
@@ -130,6 +131,7 @@ cdef class Pump:
                 with nogil:
                     self.mover.wait(w, until)
                 first = False
+                w.poked = True      # as good as: it looks now
                 if self.closed:
                     raise ClosedError("the client was closed while the call waited")
                 now = clock_ns()
@@ -317,6 +319,8 @@ cdef class Pump:
         """A chan had an event, or its link is still greeting."""
         cdef int err
         pthread_mutex_lock(&self.mover.mu)
+        if c.event and self.mover.polling:
+            self.mover.kick()   # whoever reads now has left it out of its set
         c.event = False
         err = c.err
         if link.state == READY and c.phase != SERVING:
@@ -454,25 +458,34 @@ cdef class Pump:
 
     @cython.linetrace(False)      # holds the mutex; a trace function may hand over the GIL
     cdef int _wake_decided(self) except -1:
-        """Wake the threads whose rounds were decided, or changed, by this thread's look."""
-        cdef Waiter* w
-        cdef Waiter* after
+        """Wake the threads whose rounds were decided, or changed, by this thread's look.
+
+        Also the one that reads, and those that are just about to wait: what they wait for may not
+        be what they were told before.
+        """
+        cdef Waiter* w = self.mover.newest
         cdef Waiter* woken = NULL
-        if self.mover.first == NULL:
+        while w != NULL and not self._concerned(w):
+            w = w.older
+        if w == NULL:
             return 0
         pthread_mutex_lock(&self.mover.mu)
-        w = self.mover.first
         while w != NULL:
-            after = w.next
-            if w.op != NULL and ((<Op> w.op).ended or (<Op> w.op).nudged):
+            if self._concerned(w):
                 w.poked = True
-                self.mover.unlink(w)
-                w.next = woken
-                woken = w
-            w = after
+                if w.linked:
+                    self.mover.unlink(w)
+                    w.next = woken
+                    woken = w
+                elif w == self.mover.reader:
+                    self.mover.kick()
+            w = w.older
         pthread_mutex_unlock(&self.mover.mu)
         self.mover.wake(woken)
         return 0
+
+    cdef bint _concerned(self, Waiter* w) noexcept:
+        return w.op != NULL and not w.poked and ((<Op> w.op).ended or (<Op> w.op).nudged)
 
     cdef void _aim(self, Waiter* w, Op op, bint first) noexcept:
         """When is it worth to look? A quorum of answers first, then any further one."""
