@@ -2,8 +2,10 @@
 
 cimport cython
 
-from redlock_fast.rules cimport drift_ns
+from redlock_fast.rules cimport drift_ns, ns_of
 
+
+@cython.locals(text=str)
 cpdef bytes resource_key(object resource)
 
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from operator import index
 from typing import Final, SupportsIndex, TypeAlias
 
-from redlock_fast.rules import MAX_MS, NS_PER_MS, drift_ns
+from redlock_fast.rules import MAX_MS, NS_PER_MS, drift_ns, ns_of
 
 # SupportsIndex: int, IntEnum, numpy integers, ...
 Milliseconds: TypeAlias = SupportsIndex | timedelta
@@ -32,7 +32,8 @@ def resource_key(resource: str | bytes) -> bytes:
         if len(resource) > MAX_RESOURCE:
             raise ValueError(f"resource is too long: {len(resource)} characters, at most 64 KiB")
         try:
-            key = resource.encode()
+            text = resource if type(resource) is str else str.__str__(resource)
+            key = text.encode()
         except UnicodeEncodeError as exc:
             raise ValueError(f"resource cannot be encoded as UTF-8: {exc.reason}") from None
     elif isinstance(resource, bytes):
@@ -86,7 +87,7 @@ def ttl_ms(value: Milliseconds, drift_factor: float) -> int:
         ms = value  # what nearly every caller gives, the short way
     else:
         ms = milliseconds("ttl", value, least=1)
-    ns = ms * NS_PER_MS
+    ns = ns_of(ms)
     if ns <= drift_ns(ns, drift_factor):
         raise ValueError(f"ttl: {ms} ms is not above its own drift, nothing would be left of it")
     return ms

@@ -180,7 +180,9 @@ class Redlock(BaseClient):
         if not self._releasable(lock):
             return False
         result, op = self._driver.drive(_release(self._fleet, lock))
-        return self._confirmed(result, op, "cannot confirm the release")
+        if result is None:
+            return self._confirmed(result, op, "cannot confirm the release")
+        return result
 
     def lock(
         self,

@@ -17,6 +17,8 @@ cdef class BaseClient:
     cdef int64_t _connect_ns
 
     cpdef _plan_acquire(self, object resource, object ttl, object wait)
+
+    @cython.locals(hold=Hold)
     cpdef _claimed(self, object lock, object resource)
 
     @cython.locals(hold=Hold)

@@ -20,7 +20,7 @@ from redlock_fast._core.op import Op
 from redlock_fast.arguments import Milliseconds, resource_key, ttl_ms
 from redlock_fast.errors import ClosedError, LockLost, NoQuorum, NotAcquired
 from redlock_fast.options import parse_masters
-from redlock_fast.plan import Plan
+from redlock_fast.plan import LOST, RELEASED, Plan, acquire
 from redlock_fast.rules import NS_PER_MS
 
 L = TypeVar("L", bound="BaseLock")
@@ -198,7 +198,7 @@ class BaseClient:
     def _plan_acquire(
         self, resource: str | bytes, ttl: Milliseconds, wait: Milliseconds | float | None
     ) -> Plan[tuple[Any, Op]]:
-        return plan.acquire(
+        return acquire(
             self._fleet,
             self._settings,
             resource_key(resource),
@@ -253,7 +253,8 @@ class BaseClient:
     def _claimed(self, lock: Any, resource: str | bytes) -> Any:
         """A lock that was granted, or None, for the user."""
         if lock is not None:
-            lock.claim(resource, self, _process)
+            hold = lock
+            hold.claim(resource, self, _process)
         return lock
 
     def _check(self, lock: Any) -> None:
@@ -267,7 +268,7 @@ class BaseClient:
         """Is it ours, and neither released nor lost?"""
         self._check(lock)
         hold = lock
-        return hold.process is _process and hold.state != plan.RELEASED and hold.state != plan.LOST
+        return hold.process is _process and hold.state != RELEASED and hold.state != LOST
 
     def _extension_ms(self, lock: Any, ttl: Milliseconds | None) -> int:
         """To how long a lock is to be extended; -1: it is another process'."""

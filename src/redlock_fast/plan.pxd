@@ -5,7 +5,7 @@ from libc.stdint cimport int64_t, uint32_t
 
 from redlock_fast._core.fleet cimport Fleet
 from redlock_fast._core.op cimport Op, new_op
-from redlock_fast.rules cimport drift_ns
+from redlock_fast.rules cimport drift_ns, ns_of
 
 cdef class Settings:
     cdef public int64_t retries

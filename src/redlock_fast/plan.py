@@ -28,7 +28,7 @@ from redlock_fast import rules
 from redlock_fast._core.fleet import COUNTERS, Fleet
 from redlock_fast._core.op import Op, new_op
 from redlock_fast.errors import NoQuorum, Report
-from redlock_fast.rules import NO, NO_QUORUM, NS_PER_MS, YES, drift_ns
+from redlock_fast.rules import NO, NO_QUORUM, YES, drift_ns, ns_of
 
 log = logging.getLogger("redlock_fast")
 
@@ -92,7 +92,7 @@ class Settings:
     @cython.annotation_typing(False)
     def lasting_ns(self, ttl_ms: int) -> int:
         """What a ttl leaves after the drift: the validity before any time has passed."""
-        ttl_ns = ttl_ms * NS_PER_MS
+        ttl_ns = ns_of(ttl_ms)
         return ttl_ns - drift_ns(ttl_ns, self.drift_factor)
 
 

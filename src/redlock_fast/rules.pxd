@@ -3,6 +3,7 @@
 cimport cython
 
 cpdef int quorum(int n) noexcept
+cpdef long long ns_of(long long ms) noexcept
 
 
 @cython.locals(q=int)

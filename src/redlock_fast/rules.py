@@ -76,6 +76,11 @@ def drift_ns(ttl_ns: int, factor: float) -> int:
     return whole + (whole < share) + 2_000_000
 
 
+def ns_of(ms: int) -> int:
+    """Milliseconds in nanoseconds."""
+    return ms * 1_000_000
+
+
 def deadline_ns(start_ns: int, ttl_ns: int, drift: int) -> int:
     """Until when a lock is ours whose try started at `start_ns`."""
     return start_ns + ttl_ns - drift
