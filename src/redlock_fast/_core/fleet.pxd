@@ -25,7 +25,8 @@ cdef class Fleet:
     cdef int64_t now_ns    # the last time that was told
     cdef Replies replies
     cdef Buf scratch
-    cdef list hoping                # rounds that still wait for a master to become ready
+    cdef dict hoping                # rounds that still wait for a master to become ready
+    cdef uint32_t hoped             # bits of the masters that any of them waits for, or more
     cdef uint64_t counts[8]
 
     cpdef int start(self, Op op, int64_t now) except -1

@@ -48,7 +48,7 @@ cdef class Fleet:
         self.connect_ns = connect_ns
         self.replies = Replies()
         self.news = []
-        self.hoping = []
+        self.hoping = {}
         self.jitter = jitter
         self.rivals = [None] * self.n
         self.links = [
@@ -104,7 +104,8 @@ cdef class Fleet:
         if away:
             self._part_with(op, away, now)
         if op.hoping and not op.ended:
-            self.hoping.append(op)
+            self.hoping[op] = None
+            self.hoped |= op.hoping
         if op.k > count:
             self.refill(op, now)
         return 0
@@ -202,7 +203,7 @@ cdef class Fleet:
         cdef Link link
         cdef Op op
         cdef int i, count
-        cdef uint32_t bit
+        cdef uint32_t bit, able = 0
         self.now_ns = now
         for i in range(self.n):
             link = <Link> self.at[i]
@@ -213,7 +214,15 @@ cdef class Fleet:
                 link.pay(now)
         if not self.hoping:
             return 0
-        for op in self.hoping[:]:
+        # With many rounds inside, and none of their hopes come true, this must not look at each.
+        for i in range(self.n):
+            link = <Link> self.at[i]
+            if link.state == READY and not link.suspect:
+                able |= <uint32_t> 1 << i
+        if not able & self.hoped:
+            return 0
+        self.hoped = 0
+        for op in list(self.hoping):
             for i in range(self.n):
                 bit = <uint32_t> 1 << i
                 link = <Link> self.at[i]
@@ -227,6 +236,8 @@ cdef class Fleet:
                 link.queue(op, 0, count, &self.scratch, now)
             if op.ended or not op.hoping:
                 self._forget(op)
+            else:
+                self.hoped |= op.hoping
         return 0
 
     cpdef int finish(self, Op op) except -1:
@@ -239,7 +250,7 @@ cdef class Fleet:
     cdef int _forget(self, Op op) except -1:
         op.hoping = 0
         if self.hoping:
-            self.hoping = [other for other in self.hoping if other is not op]
+            self.hoping.pop(op, None)
         return 0
 
     cdef int _round_off(self, Op op) except -1:
@@ -433,7 +444,7 @@ cdef class Fleet:
         cdef Op op
         if self.links[link.index] is not link:
             return 0        # a rival: the master's own connection is still there
-        for op in self.hoping[:]:
+        for op in list(self.hoping):
             if op.hoping >> link.index & 1:
                 self._give_up(op, link)
         return 0
@@ -441,7 +452,7 @@ cdef class Fleet:
     cdef int after_fork(self) except -1:
         cdef Link link
         self.forks += 1
-        self.hoping = []
+        self.hoping = {}
         self.rivals = [None] * self.n
         self._place()
         self.news.clear()
