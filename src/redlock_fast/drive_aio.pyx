@@ -162,9 +162,7 @@ cdef class Driver:
                     else:
                         self.inside += 1
                     held = True
-                    future = self._begin(op)
-                    if future is not None:
-                        await future
+                    await self._begin(op)
                     held = False
                     answer = self._end(op)
                     op = None
@@ -325,7 +323,11 @@ cdef class Driver:
         return 0
 
     cdef object _begin(self, Op op):
-        """Queue a round; returns the future that is resolved when it ends, None: it has."""
+        """Queue a round; returns the future that is resolved when it ends.
+
+        That is never before the next turn, even if there was nobody to ask: a task that tries again
+        and again must not keep the loop to itself.
+        """
         cdef int64_t now = clock_ns()
         cdef object future
         if now - self.active_ns >= IDLE_NS or self.fleet.overdue(now):
@@ -333,10 +335,10 @@ cdef class Driver:
         op.inbox = self.inbox
         self.fleet.start(op, now)
         self._schedule(now)
-        if op.ended:
-            return None
         future = op.waiter = self.new_future()
-        if op.k == 1:
+        if op.ended:
+            self.inbox.append(op)
+        elif op.k == 1:
             self.rounds.append(op)
         else:
             self.serial += 1
@@ -814,6 +816,8 @@ cdef class Driver:
         self.timer_ns = NEVER
         if self.loop is None:
             return
+        if self.scheduled and now - self.queued_ns > self.fleet.patience_ns // 2:
+            self._flush()       # the loop was kept busy, and some run timers first
         if self.fleet.overdue(now) or self.fleet.next_ns() <= now:
             now = self._freshen(now)
             fresh = True
