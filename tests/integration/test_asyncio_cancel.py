@@ -26,7 +26,7 @@ async def cancelled_after(ms: float, coroutine: Any) -> Any:
     await asyncio.sleep(ms / 1000)
     task.cancel()
     began = asyncio.get_running_loop().time()
-    (result,) = await asyncio.gather(task, return_exceptions=True)
+    result: Any = (await asyncio.gather(task, return_exceptions=True))[0]
     assert (asyncio.get_running_loop().time() - began) * 1000 < SLACK_MS
     return result
 
@@ -195,7 +195,7 @@ def test_c107_a_storm_of_cancellations(run: Run, masters: LocalMasters) -> None:
                 master.command("FLUSHALL")  # what was granted in time
             locks = await asyncio.gather(*[client.acquire(f"new {i}", HOUR) for i in range(10)])
             assert all(locks)
-            assert all(await client.release_many(locks))
+            assert all(await client.release_many([lock for lock in locks if lock]))
             assert client._driver.inside == 0
             assert all(clients_of(master) <= 2 for master in masters)
 
