@@ -344,7 +344,7 @@ def test_c06_an_extension_with_nothing_left_is_a_loss(left_ms: int, new_ttl: int
         fleet.receive(i, b"+OK\r\n", start)
     lock, _ = _finish(steps, start)
     assert isinstance(lock, Lock)
-    lock.claim("res", None, sys.modules["redlock_fast.client"]._process)
+    lock.claim("res", None, sys.modules["redlock_fast.holds"]._process)
 
     extending = plan.extend(fleet, settings, [lock], new_ttl)
     assert next(extending) is None
