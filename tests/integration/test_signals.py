@@ -44,6 +44,11 @@ from integration.helpers import (
 from redlock_fast import ClosedError, Lock, Redlock
 from redlock_fast.testing import LocalMasters
 
+# An alarm may ring in a finalizer of Python's own, which swallows what its handler raises.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <function WeakSet:pytest.PytestUnraisableExceptionWarning"
+)
+
 T = TypeVar("T")
 
 # A waiting thread looks so often for a signal that was delivered elsewhere, in ms.
