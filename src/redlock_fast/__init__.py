@@ -10,6 +10,9 @@ Durations are whole milliseconds. See `Redlock` for every verb, `redlock_fast.er
 raised.
 """
 
+import sys
+import warnings
+
 from redlock_fast.client import Lock, Redlock
 from redlock_fast.errors import (
     ClosedError,
@@ -35,3 +38,24 @@ __all__ = [
     "Report",
     "__version__",
 ]
+
+
+def _is_patched() -> bool:
+    """Has gevent or eventlet replaced this process's sockets or threads? Neither is imported."""
+    for module, question in (
+        ("gevent.monkey", "is_module_patched"),
+        ("eventlet.patcher", "is_monkey_patched"),
+    ):
+        replaces = getattr(sys.modules.get(module), question, None)
+        if replaces and any(map(replaces, ("socket", "thread", "_thread", "threading"))):
+            return True
+    return False
+
+
+if _is_patched():
+    warnings.warn(
+        "redlock_fast waits in C, where gevent and eventlet cannot switch: "
+        "a call stops all greenlets of its thread until it returns",
+        RuntimeWarning,
+        stacklevel=2,
+    )
