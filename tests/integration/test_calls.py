@@ -323,13 +323,6 @@ def test_the_shortest_ttl_leaves_something(client: Redlock) -> None:
         client.acquire("other", 3)
 
 
-def test_numpy_integers_are_integers(client: Redlock) -> None:
-    numpy = pytest.importorskip("numpy")
-    lock = client.acquire("res", numpy.int64(10_000))
-    assert lock
-    assert lock.ttl == 10_000
-
-
 # -- wait, retries and the rest ----------------------------------------------------------------
 
 

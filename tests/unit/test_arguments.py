@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from decimal import Decimal
@@ -222,6 +224,27 @@ def test_c123_a_float_is_told_about_the_unit() -> None:
 def test_what_an_index_raises_comes_out() -> None:
     with pytest.raises(ZeroDivisionError):
         arguments.milliseconds("ttl", BadIndex())
+
+
+@pytest.mark.case("C123")
+def test_c123_numpy_integers_are_integers() -> None:
+    # Apart, since numpy brings threads, which tests that fork would be warned of.
+    code = """
+import numpy
+from redlock_fast import arguments
+
+for kind in (numpy.int64, numpy.uint16, numpy.intp):
+    ms = arguments.milliseconds("ttl", kind(10_000))
+    assert (ms, type(ms)) == (10_000, int)
+    assert arguments.count("retries", kind(3)) == 3
+for odd in (numpy.float64(10_000), numpy.bool_(True), numpy.array([10_000, 1])):
+    try:
+        arguments.milliseconds("ttl", odd)
+    except TypeError:
+        continue
+    raise AssertionError(odd)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.case("C125")
