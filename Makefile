@@ -44,6 +44,9 @@ bench-instructions: setup ## instructions of one pair, by callgrind
 
 # Apart from each other, since tests and bench have a conftest each.
 RELAXED := $(addprefix --allow-,untyped-defs incomplete-defs untyped-calls untyped-decorators)
+# What type checkers read has the names and signatures of what is compiled.
+STUBTEST := --mypy-config-file pyproject.toml --concise --allowlist tests/no_stubs.txt \
+    --ignore-unused-allowlist --ignore-disjoint-bases
 lint: setup ## style and types
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
@@ -51,6 +54,7 @@ lint: setup ## style and types
 	$(PY) -m mypy $(RELAXED) tests
 	$(PY) -m mypy $(RELAXED) bench demo
 	PATH="$(VENV)/bin:$$PATH" cython-lint src
+	$(PY) -m mypy.stubtest $(STUBTEST) redlock_fast
 
 # In copies of the tree: these modules are slow, and the C files of traced ones must lie beside the
 # sources, where coverage looks for them.

@@ -17,13 +17,13 @@ class Fleet:
     patience_ns: int
     connect_ns: int
     forks: int
-    def __init__(
-        self,
+    def __new__(
+        cls,
         masters: Sequence[MasterOptions],
         patience_ns: int,
         connect_ns: int,
         jitter: Callable[[], float],
-    ) -> None: ...
+    ) -> Fleet: ...
     def start(self, op: Op, now: int) -> int: ...
     def refill(self, op: Op, now: int) -> int: ...
     def refuse(self, op: Op, cause: str, now: int) -> int: ...

@@ -28,15 +28,15 @@ class Link:
     reconnects: int
     errors: dict[str, int]
     took_ns: int
-    def __init__(
-        self,
+    def __new__(
+        cls,
         index: int,
         options: MasterOptions,
         replies: Replies,
         patience_ns: int,
         jitter: Callable[[], float],
         news: list[tuple[str, str, str]] | None,
-    ) -> None: ...
+    ) -> Link: ...
     @property
     def address(self) -> str: ...
     @property

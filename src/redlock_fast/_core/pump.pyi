@@ -1,17 +1,19 @@
 from typing import final
 
 from redlock_fast._core.fleet import Fleet
+from redlock_fast._core.io import Mover
 from redlock_fast._core.op import Op
 
 @final
 class Pump:
     fleet: Fleet
+    mover: Mover
     closed: bool
     leaving: bool
     paying: bool
     looks: int
     tick_ns: int
-    def __init__(self, fleet: Fleet) -> None: ...
+    def __new__(cls, fleet: Fleet) -> Pump: ...
     def run(self, op: Op) -> int: ...
     def settle(self) -> bool: ...
     def idle(self, timeout_ns: int) -> None: ...

@@ -1,6 +1,11 @@
+from typing import final
+
 from redlock_fast.scripts import Script
 
-class Replies: ...
+@final
+class Replies:
+    integer: int
+    text: str
 
 def error_kind(text: str) -> str: ...
 def build_set(key: bytes, token: bytes, ttl_ms: int) -> bytes: ...
