@@ -10,7 +10,7 @@ CYTHON_SOURCES := $(shell find src -name '*.pyx' -o -name '*.pxd') \
 
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test test-all peer-suites coverage sanitize lint bench bench-quick \
-    bench-instructions clean FORCE
+    bench-instructions smoke clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 20
@@ -32,6 +32,11 @@ test-all: setup ## all tests, and the quick ones with sanitizers
 # Downloads the suites. With --original behind a command it tests the package itself.
 peer-suites: setup ## the test suites of the packages that drop-ins replace, with the drop-ins
 	$(PY) tests/peers/run.py redlock_py
+
+# PYTHONS='python3.10 python3.13' chooses interpreters, PYTHONS=--all takes every CPython found;
+# DIST=dist keeps what is built.
+smoke: setup ## sdist and wheel, built, installed in an empty venv and tried
+	$(PY) tests/smoke/run.py $(if $(DIST),--output $(DIST)) $(PYTHONS)
 
 bench: setup ## the benchmarks; writes docs/benchmarks.md (some ten minutes)
 	$(PY) bench/suite.py
