@@ -10,7 +10,7 @@ CYTHON_SOURCES := $(shell find src -name '*.pyx' -o -name '*.pxd') \
 
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test test-all peer-suites coverage sanitize lint bench bench-quick \
-    bench-instructions smoke clean FORCE
+    bench-instructions smoke test-servers clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 20
@@ -37,6 +37,10 @@ peer-suites: setup ## the test suites of the packages that drop-ins replace, wit
 # DIST=dist keeps what is built.
 smoke: setup ## sdist and wheel, built, installed in an empty venv and tried
 	$(PY) tests/smoke/run.py $(if $(DIST),--output $(DIST)) $(PYTHONS)
+
+# Downloads servers, into build/servers; SERVERS='valkey-8.1 redis-7.0' chooses.
+test-servers: setup ## the integration tests on Valkey 8.1, Redis 6.2, 7.0 and 8.2, one after the other
+	$(PY) tests/servers/run.py $(SERVERS)
 
 bench: setup ## the benchmarks; writes docs/benchmarks.md (some ten minutes)
 	$(PY) bench/suite.py
