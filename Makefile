@@ -56,7 +56,7 @@ RELAXED := $(addprefix --allow-,untyped-defs incomplete-defs untyped-calls untyp
 # What type checkers read has the names and signatures of what is compiled.
 STUBTEST := --mypy-config-file pyproject.toml --concise --allowlist tests/no_stubs.txt \
     --ignore-unused-allowlist --ignore-disjoint-bases
-lint: setup ## style and types
+lint: setup ## style, types and workflows
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy src
@@ -64,6 +64,7 @@ lint: setup ## style and types
 	$(PY) -m mypy $(RELAXED) bench demo
 	PATH="$(VENV)/bin:$$PATH" cython-lint src
 	$(PY) -m mypy.stubtest $(STUBTEST) redlock_fast
+	$(VENV)/bin/zizmor --quiet --offline .github
 
 # In copies of the tree: these modules are slow, and the C files of traced ones must lie beside the
 # sources, where coverage looks for them.
