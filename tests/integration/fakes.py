@@ -56,7 +56,7 @@ class Net:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.hosts: set[asyncio.Task[Any]] = set()
         self.writers: weakref.WeakSet[asyncio.StreamWriter] = weakref.WeakSet()
-        self._ends: list[Callable[[], None]] = []
+        self._servers: list[asyncio.Server] = []
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run it on the loop, and wait for its result."""
@@ -88,32 +88,36 @@ class Net:
             return server, server.sockets[0].getsockname()[1]
 
         server, port = self.call(start())
-        self._ends.append(server.close)
+        self._servers.append(server)
         return port
 
     def close(self) -> None:
         """End all servers and connections, and the thread."""
-        if self.loop is None:
+        if (loop := self.loop) is None:
             return
 
         async def end() -> None:
-            for close in self._ends:
-                close()
+            # First accept no more: asyncio forgets, unclosed, a connection that it is accepting
+            # while its server closes.
+            for sock in [sock for server in self._servers for sock in server.sockets]:
+                loop.remove_reader(sock.fileno())
             while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
                 # Hosts only: asyncio's own tasks are about to hand a connection to one, and each
                 # host sees to the tasks that it has started.
                 for host in self.hosts & tasks:
                     host.cancel()
                 await asyncio.wait(tasks, timeout=0.01)
+            for server in self._servers:
+                server.close()
             # One that has bytes left, to a client that reads no more, would wait for ever.
             for writer in list(self.writers):
                 writer.transport.abort()
             await asyncio.sleep(0.001)  # transports close their sockets in a callback
 
         self.call(end())
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        loop.call_soon_threadsafe(loop.stop)
         self._thread.join(20)
-        self.loop.close()
+        loop.close()
 
 
 def _abort(writer: asyncio.StreamWriter) -> None:
