@@ -220,7 +220,8 @@ def test_one_master_that_breaks_half_way(
     assert client.extend_many(locks, HOUR) == [True] * count
     assert client.release_many(locks) == [True] * count
     eventually(lambda: are_clean([masters[0], masters[1]]))
-    assert len(masters[2].keys()) >= count // 2
+    # Of a batch, a master that lags may have been given no more than a window of 1024 commands.
+    assert len(masters[2].keys()) >= min(count // 2, 1024)
     # What is left on the third is a debt, paid when the master can be reached again.
     proxy.heal()
     eventually(lambda: are_clean(masters), 10)
