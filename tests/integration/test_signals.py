@@ -228,6 +228,11 @@ def _storm(
     return rung, gaps
 
 
+# A signal that comes in a finalizer of the standard library raises there, and is swallowed.
+@pytest.mark.filterwarnings(
+    r"ignore:Exception ignored in. <function (WeakSet|Popen)\."
+    ":pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.case("C101")
 @pytest.mark.case("C102")
 @pytest.mark.parametrize("verb", VERBS)

@@ -135,6 +135,11 @@ def _strike(masters: LocalMasters, crowd: Crowd, draw: random.Random) -> None:
         crowd.interrupted(draw)
 
 
+# A signal that comes in a finalizer of the standard library raises there, and is swallowed.
+@pytest.mark.filterwarnings(
+    r"ignore:Exception ignored in. <function (WeakSet|Popen)\."
+    ":pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.case("C70")
 @pytest.mark.case("C100")
 @pytest.mark.parametrize(
