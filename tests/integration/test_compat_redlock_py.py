@@ -244,7 +244,8 @@ def test_a_forked_child_unlocks_and_extends(dlm: Redlock, masters: LocalMasters)
     process.join(20)
     assert process.exitcode == 0
     eventually(lambda: not any(values_of(masters, "one")))
-    eventually(lambda: min(pttls_of(masters, "two")) > 10_000)
+    # On a quorum: the child is decided before it is connected to the slowest master.
+    assert sorted(pttls_of(masters, "two"))[1] > 10_000
     dlm.unlock(one)
     dlm.unlock(two)
 
