@@ -22,7 +22,7 @@ demo: setup ## run the demonstration on servers of its own
 
 test: setup ## the quick tests
 	$(PY) -m pytest
-	@echo 'These were the quick tests; "make test-all" runs the slow ones too.'
+	@echo 'These were the quick tests; "make test-all" runs all, also on the other loops.'
 
 test-all: setup ## all tests, and the quick ones with sanitizers
 	$(PY) -m pytest -m ''

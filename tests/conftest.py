@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.bridge import LOOPS, Bridge, Runner
+from integration.bridge import Bridge, Runner
 from integration.helpers import (
     PATIENT,
     MakeClient,
@@ -47,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # pyproject.toml says the same; this is for runs with another configuration.
     config.addinivalue_line("markers", "case(number): number of the case in the catalogue")
     config.addinivalue_line("markers", "slow: runs in make test-all only")
+    config.addinivalue_line("markers", "twin: on another facade or loop; in CI and make test-all")
 
 
 def pytest_report_header() -> list[str]:
@@ -124,8 +125,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         and module in FOR_BOTH
         and metafunc.function.__name__ not in FOR_THREADS
     ):
+        asyncio = pytest.param("asyncio", marks=pytest.mark.twin)
         uvloop = pytest.param("uvloop", marks=pytest.mark.slow)
-        metafunc.parametrize("facade", ["threads", "asyncio", uvloop], indirect=True)
+        metafunc.parametrize("facade", ["threads", asyncio, uvloop], indirect=True)
 
 
 @pytest.fixture
@@ -140,7 +142,7 @@ def facade(request: pytest.FixtureRequest) -> Iterator[Any]:
     bridge.close()
 
 
-@pytest.fixture(params=LOOPS)
+@pytest.fixture(params=["asyncio", pytest.param("uvloop", marks=pytest.mark.twin)])
 def run(request: pytest.FixtureRequest, make_local_masters: Any, net: Any) -> Iterator[Runner]:
     """Runs a coroutine on a fresh loop, of each kind in turn; nothing may fail there unseen."""
     runner = Runner(request.param)
