@@ -8,6 +8,8 @@ from redlock_fast.plan cimport Hold, Settings
 
 cimport cython
 
+cpdef let_others_run(Py_ssize_t i)
+
 cdef class BaseClient:
     cdef object __weakref__
     cdef dict __dict__

@@ -20,7 +20,7 @@ from redlock_fast._core.op import Op
 from redlock_fast.arguments import Milliseconds, resource_key, ttl_ms
 from redlock_fast.errors import ClosedError, LockLost, NoQuorum, NotAcquired
 from redlock_fast.options import parse_masters
-from redlock_fast.plan import LOST, RELEASED, Plan, acquire
+from redlock_fast.plan import LOST, RELEASED, TURN, Plan, acquire
 from redlock_fast.rules import NS_PER_MS
 
 L = TypeVar("L", bound="BaseLock")
@@ -412,7 +412,7 @@ class BaseContext:
 
 def let_others_run(i: int) -> None:
     """Called for each item of a batch: compiled loops keep the GIL, and a batch may be long."""
-    if i % plan.TURN == plan.TURN - 1:
+    if i % TURN == TURN - 1:
         time.sleep(0)
 
 

@@ -277,6 +277,9 @@ def acquire_many(
     failed: Op | None = None
     why = YES
     done = False
+    hold: Hold
+    item: cython.Py_ssize_t
+    turn: cython.Py_ssize_t = TURN
     try:
         while left:
             names = [keys[j] for j in left]
@@ -299,7 +302,7 @@ def acquire_many(
                     if word != NO:
                         failed = op
                         why = NO_QUORUM if NO_QUORUM in words else YES
-                if item % TURN == TURN - 1:
+                if item % turn == turn - 1:
                     now = yield 0
             owned[-1] = (op, won)
             if rest:
@@ -308,13 +311,18 @@ def acquire_many(
             if not left:
                 break
             pause = pauses.after(op.start_ns, now)
-            oldest = min((hold.deadline_ns for hold in grants if hold is not None), default=None)
+            oldest = min((grant.deadline_ns for grant in grants if grant is not None), default=None)
             if pause < 0 or (oldest is not None and oldest - now - pause < lasting_ns // 2):
                 break
             yield pause
-        if failed is None and any(hold is not None and now >= hold.deadline_ns for hold in grants):
-            failed = owned[0][0]  # granted early, and the later rounds took too long
-            why = YES
+        if failed is None:
+            for grant in grants:
+                if grant is not None:
+                    hold = grant
+                    if now >= hold.deadline_ns:
+                        failed = owned[0][0]  # granted early, and the later rounds took too long
+                        why = YES
+                        break
         done = failed is None
     finally:
         if not done:
@@ -405,17 +413,27 @@ def release_many(fleet: Fleet, holds: Sequence[Hold]) -> Plan[tuple[list[bool | 
         Per lock: True, it was ours on a quorum until now; False, it was not; None, no quorum of
         answers. And the round. The holds' states are set.
     """
-    asked = 0
+    hold: Hold
+    item: cython.Py_ssize_t
+    turn: cython.Py_ssize_t = TURN
+    asked: cython.uint = 0
+    lasts_ms: cython.longlong = 0
+    keys: list[bytes] = []
+    secrets: list[bytes] = []
     for hold in holds:
         asked |= hold.reached
+        lasts_ms = max(lasts_ms, hold.ttl_ms)
+        keys.append(hold.key)
+        secrets.append(hold.secret)
         hold.state = UNCONFIRMED
-    op = new_op(RELEASE, fleet.n, [h.key for h in holds], [h.secret for h in holds], -1, asked)
-    op.lasts_ms = max(hold.ttl_ms for hold in holds)
+    op = new_op(RELEASE, fleet.n, keys, secrets, -1, asked)
+    op.lasts_ms = lasts_ms
     yield op
     results: list[bool | None] = []
-    for hold, word in zip(holds, op.verdicts(), strict=True):
+    for item, word in enumerate(op.verdicts()):
+        hold = holds[item]
         results.append(_released(fleet, hold, word))
-        if len(results) % TURN == 0:
+        if item % turn == turn - 1:
             yield 0
     return results, op
 
