@@ -135,9 +135,9 @@ def _strike(masters: LocalMasters, crowd: Crowd, draw: random.Random) -> None:
         crowd.interrupted(draw)
 
 
-# A signal that comes in a finalizer of the standard library raises there, and is swallowed.
+# A signal that comes in a finalizer of other code raises there, and is swallowed.
 @pytest.mark.filterwarnings(
-    r"ignore:Exception ignored in. <function (WeakSet|Popen)\."
+    r"ignore:Exception ignored in. <function (WeakSet|Popen|_HiredisParser)\."
     ":pytest.PytestUnraisableExceptionWarning"
 )
 @pytest.mark.case("C70")

@@ -326,7 +326,10 @@ cdef class Replies:
             if value is None:
                 return NIL
         elif isinstance(value, hiredis.ReplyError):
-            self.text = _printable(str(value))
+            # Not str(value), which lets signal handlers run: what one raises here would cost every
+            # connection that this look has bytes of.
+            text = value.args[0]
+            self.text = _printable(text if type(text) is str else str(value))
             return ERROR
         self.text = "malformed reply"
         return ODD
