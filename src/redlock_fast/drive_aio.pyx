@@ -253,8 +253,10 @@ cdef class Driver:
         """The loop was closed: its futures will never be awaited again. Debts stay."""
         cdef int64_t now = clock_ns()
         cdef list left = list(self.rounds)
+        cdef int heard = len(self.fleet.news)
         cdef Link link
         cdef Op op
+        cdef bint told
         cdef int i
         left += [what for _, _, what in self.heap if type(what) is Op]
         for op in left:
@@ -268,8 +270,11 @@ cdef class Driver:
                 self.fleet.drop_rival(i)
             link = <Link> self.fleet.links[i]
             if link.state != DOWN:
+                told = link.told
                 self.fleet.broke(link, "closed", "its event loop was closed", now)
                 link.retry_ns = now
+                link.told = told
+        del self.fleet.news[heard:]     # no trouble of a master's
         for op in left:
             if op.kind == ACQUIRE:
                 self.fleet.clean_up(op)     # its task may be thrown away much later

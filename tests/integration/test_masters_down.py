@@ -277,7 +277,8 @@ def test_masters_that_never_answered(masters: LocalMasters, make_client: MakeCli
         with Stopwatch() as watch, pytest.raises(NoQuorum) as caught:
             client.acquire("res", HOUR)
         assert watch.ms <= NT + SLACK_MS
-        assert set(outcomes(caught.value)) <= {"connecting", "timeout"}
+        # The third is not waited for when two handshakes have timed out.
+        assert set(outcomes(caught.value)) <= {"connecting", "timeout", "unanswered"}
     for i in range(3):
         masters.resume(i)
     lock = _acquire_soon(client)

@@ -66,19 +66,24 @@ class Crowd:
     def interrupted(self, draw: random.Random) -> None:
         """In the main thread: one turn, in which a signal's handler may raise."""
 
+        armed = True
+
         def raise_alarm(*args: object) -> None:
-            raise _Alarm
+            if armed:
+                raise _Alarm
 
         before = signal.signal(signal.SIGALRM, raise_alarm)
         try:
-            signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0002, 0.01))
-            with contextlib.suppress(NoQuorum):
-                self.single(-1, draw)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0002, 0.01))
+                with contextlib.suppress(NoQuorum):
+                    self.single(-1, draw)
+            finally:
+                armed = False  # it rings once, here at the latest
         except _Alarm:
             self.alarms += 1
         finally:
-            with contextlib.suppress(_Alarm):
-                signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
 
     def _batch(self, number: int, draw: random.Random) -> None:
