@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check
 SWITCHES := $(REDLOCK_DEBUG),$(REDLOCK_TRACE),$(REDLOCK_SANITIZE)
 CYTHON_SOURCES := $(shell find src -name '*.pyx' -o -name '*.pxd') \
-    $(addprefix src/redlock_fast/,$(addsuffix .py,rules arguments plan holds client asyncio))
+    $(addprefix src/redlock_fast/,$(addsuffix .py,rules arguments resolve plan holds client asyncio))
 
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test test-all peer-suites coverage sanitize lint bench bench-quick \

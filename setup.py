@@ -23,6 +23,7 @@ SANITIZE = os.environ.get("REDLOCK_SANITIZE", "")
 SOURCES = [
     "redlock_fast/rules.py",  # the .py files are importable as they are, too
     "redlock_fast/arguments.py",
+    "redlock_fast/resolve.py",
     "redlock_fast/plan.py",
     "redlock_fast/holds.py",
     "redlock_fast/drive_sync.pyx",
@@ -31,6 +32,7 @@ SOURCES = [
     "redlock_fast/asyncio.py",
     "redlock_fast/_core/wire.pyx",
     "redlock_fast/_core/op.pyx",
+    "redlock_fast/_core/seal.pyx",
     "redlock_fast/_core/link.pyx",
     "redlock_fast/_core/fleet.pyx",
     "redlock_fast/_core/io.pyx",

@@ -37,6 +37,7 @@ cdef class Driver:
     cdef object read_callback
     cdef object write_callback
     cdef object timer_callback
+    cdef object answer_callback
     cdef object timer               # its handle
     cdef int64_t timer_ns           # when it fires
     cdef bint scheduled             # a flush is

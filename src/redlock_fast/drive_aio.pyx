@@ -16,7 +16,6 @@ A driver whose loop was closed, or that finds itself in a forked child, starts a
 are closed without touching the loop or its selector.
 """
 
-import _socket
 import os
 import weakref
 from asyncio import BaseEventLoop, Future, get_running_loop
@@ -27,20 +26,21 @@ from heapq import heapify, heappop, heappush
 cimport cython
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF
-from libc.errno cimport EAGAIN, EINPROGRESS, EINTR, errno
+from libc.errno cimport EAGAIN, EINTR, errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memmove
 from posix.unistd cimport close
 
 from redlock_fast._core.fleet cimport Fleet, link_at
-from redlock_fast._core.io cimport clock_ns
-from redlock_fast._core.link cimport DOWN, READY, Link
+from redlock_fast._core.io cimport clock_ns, open_socket
+from redlock_fast._core.link cimport DOWN, READY, Link, speaks, wire_out
 from redlock_fast._core.op cimport ACQUIRE, RELEASE, Op
-from redlock_fast._core.wire cimport Replies, buf_free, buf_put
+from redlock_fast._core.wire cimport Buf, Replies, buf_free, buf_put
 
 from redlock_fast import plan as plans
 from redlock_fast.errors import ClosedError
+from redlock_fast.resolve import ask
 
 cdef extern from "Python.h":
     ctypedef enum PySendResult:
@@ -126,6 +126,7 @@ cdef class Driver:
         self.read_callback = self._on_readable
         self.write_callback = self._on_writable
         self.timer_callback = self._on_timer
+        self.answer_callback = self._on_answer
         self._forget()
         _drivers.add(self)
 
@@ -405,7 +406,7 @@ cdef class Driver:
         cdef int i
         for i in range(self.n):
             link = <Link> self.fleet.links[i]
-            if link.out.n or link.debts:
+            if speaks(link) or link.debts:
                 break
         else:
             if not self.fleet.news:
@@ -451,7 +452,7 @@ cdef class Driver:
         for i in range(self.fleet.slots):
             link = link_at(self.fleet, i)
             c = <Chan> self.chans[i]
-            if c is not None and link is not None and link.out.n and not c.opening:
+            if c is not None and link is not None and not c.opening and speaks(link):
                 self._send(c, link, now)
         if self.inbox:
             self._wake()
@@ -482,15 +483,26 @@ cdef class Driver:
 
     cdef int _send(self, Chan c, Link link, int64_t now) except -1:
         """Send what a link has to say; what the socket does not take waits in `pend`."""
+        cdef Buf* out
         cdef size_t at = 0
         cdef ssize_t sent
         cdef int err = 0
+        if link.seal is not None:
+            try:
+                link.encrypt(now)
+            finally:
+                if link.state == DOWN:
+                    self._shut(c.slot, True)
+                    self.fleet.after_break(link)
+            if link.state == DOWN:
+                return 0
+        out = wire_out(link)
         if link.booked >= c.mark:
             link.quiet_ns = now     # all that it owes leaves only now
         c.mark = link.promised
         if c.pend.n == 0:
-            while at < link.out.n:
-                sent = send(c.fd, link.out.p + at, link.out.n - at, MSG_DONTWAIT | MSG_NOSIGNAL)
+            while at < out.n:
+                sent = send(c.fd, out.p + at, out.n - at, MSG_DONTWAIT | MSG_NOSIGNAL)
                 self.sends += 1
                 if sent >= 0:
                     at += sent
@@ -503,13 +515,13 @@ cdef class Driver:
             c.sent = 0
         if err and err != EAGAIN:
             return self._failed(c, link, os.strerror(err), now)
-        if at < link.out.n:
-            if buf_put(&c.pend, link.out.p + at, link.out.n - at) != 0:
+        if at < out.n:
+            if buf_put(&c.pend, out.p + at, out.n - at) != 0:
                 return self._failed(c, link, "no memory for bytes to send", now)
             if not c.writing:
                 self.loop.add_writer(c.fd, self.write_callback, c)
                 c.writing = True
-        link.out.n = 0
+        out.n = 0
         link.unsent = c.pend.n - c.sent
         link.stuck = c.writing
         return 0
@@ -570,11 +582,19 @@ cdef class Driver:
                 if got <= 0:
                     break
                 now = clock_ns()
+                if link.seal is not None:
+                    link.unseal(self.rx[:got], now)
                 replies.begin()
-                link.feed(self.rx, got, now)
+                if link.seal is None:
+                    link.feed(self.rx, got, now)
+                elif link.seal.plain.n:
+                    link.feed(link.seal.plain.p, link.seal.plain.n, now)
+                    link.seal.plain.n = 0
                 replies.parse()
                 if link.lines:
                     link.book_lines(now)
+                if link.seal is not None:
+                    link.seal_broke(now)
                 reads += 1
                 if link.state == DOWN or got < RX_SIZE or reads == MAX_READS:
                     break
@@ -617,7 +637,7 @@ cdef class Driver:
             else:
                 for i in range(self.fleet.slots):
                     link = link_at(self.fleet, i)
-                    if link is not None and link.out.n:
+                    if link is not None and speaks(link):
                         self._schedule(now)
                         break
         if self.watchers:
@@ -699,40 +719,39 @@ cdef class Driver:
         for i in range(self.fleet.slots):
             if due >> i & 1:
                 link = link_at(self.fleet, i)
-                if link is not None and link.state == DOWN:
+                if link is not None and (link.state == DOWN or link.moves()):
                     self._dial_one(link, i, now)
+                    while link.moves():
+                        self._dial_one(link, i, now)    # the next address
         return 0
 
     cdef int _dial_one(self, Link link, int slot, int64_t now) except -1:
-        cdef object options = link.options
-        cdef object sock = None
-        cdef Chan c = Chan.__new__(Chan)
-        cdef int err
-        c.fd = -1
-        c.slot = slot
-        link.dialing(now, now + self.fleet.connect_ns)
+        cdef list kept = []
+        cdef object place, sock = None
+        cdef bint opened
+        cdef Chan c
+        if link.state == DOWN:
+            link.dialing(now, now + self.fleet.connect_ns)
+        if link.asks():
+            link.asked(ask(link.options, weakref.ref(self)), now)
+        place = link.next_place(now)
+        if place is None:
+            if link.state == DOWN:
+                self.fleet.after_break(link)
+            return 0
         try:
-            sock = _socket.socket(
-                options.family, _socket.SOCK_STREAM | _socket.SOCK_NONBLOCK | _socket.SOCK_CLOEXEC
-            )
-            if options.family != _socket.AF_UNIX:
-                sock.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)
-                sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_KEEPALIVE, 1)
-            err = sock.connect_ex(options.sockaddr)
-            if err and err != EINPROGRESS:
-                raise OSError(err, os.strerror(err))
-            if options.family == _socket.AF_INET:
-                link.local = "%s:%d" % sock.getsockname()
-            elif options.family == _socket.AF_INET6:
-                link.local = "[%s]:%d" % sock.getsockname()[:2]
+            c = Chan.__new__(Chan)
+            c.fd = -1
+            c.slot = slot
+            sock, opened, link.local = open_socket(place, kept)
             c.fd = sock.detach()
             c.opening = True
             self.chans[slot] = c
-            if err:
+            if opened:
+                self._opened(c)
+            else:
                 self.loop.add_writer(c.fd, self.write_callback, c)
                 c.writing = True
-            else:
-                self._opened(c)
         except BaseException as exc:
             if sock is not None:
                 sock.close()
@@ -742,6 +761,19 @@ cdef class Driver:
             if not isinstance(exc, (OSError, MemoryError)):
                 raise
         return 0
+
+    def wake(self):
+        """An answer has come for a dial; called in a thread of the look-up's."""
+        cdef object loop = self.loop
+        try:
+            if loop is not None:
+                loop.call_soon_threadsafe(self.answer_callback)
+        except RuntimeError:
+            pass        # the loop is closed, and nobody waits there
+
+    def _on_answer(self):
+        if self.loop is not None:
+            self._looked(clock_ns())
 
     cdef int _opened(self, Chan c) except -1:
         """The connect has come to its end: greet, or give up."""

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+import pytest
+
 from redlock_fast import Redlock, scripts
 from redlock_fast.testing import LocalMaster, LocalMasters
 
@@ -225,6 +227,27 @@ def closed_port() -> Iterator[int]:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]
+
+
+@contextlib.contextmanager
+def black_hole(
+    family: socket.AddressFamily = socket.AF_INET, host: str = "127.0.0.1"
+) -> Iterator[socket.socket]:
+    """A listening socket whose queue is full: connecting to it comes to no end."""
+    with contextlib.ExitStack() as stack:
+        hole = stack.enter_context(socket.socket(family))
+        hole.bind((host, 0))
+        hole.listen(0)
+        for _ in range(8):
+            filler = stack.enter_context(socket.socket(family))
+            filler.settimeout(0.2)
+            try:
+                filler.connect(hole.getsockname())
+            except TimeoutError:
+                break
+        else:
+            pytest.skip("the queue of a listening socket cannot be filled here")
+        yield hole
 
 
 def descriptors() -> dict[str, str]:

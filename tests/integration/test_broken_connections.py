@@ -6,7 +6,6 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from integration.helpers import (
     MakeClient,
     Stopwatch,
     are_clean,
+    black_hole,
     clients_of,
     eventually,
     outcomes,
@@ -37,30 +37,18 @@ def _pair(client: Redlock, name: str = "res") -> None:
 # -- never made --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def black_hole() -> Iterator[socket.socket]:
-    """A listening socket whose queue is full: connecting to it comes to no end."""
-    with contextlib.ExitStack() as stack:
-        hole = stack.enter_context(socket.socket())
-        hole.bind(("127.0.0.1", 0))
-        hole.listen(0)
-        for _ in range(8):
-            filler = stack.enter_context(socket.socket())
-            filler.settimeout(0.2)
-            try:
-                filler.connect(hole.getsockname())
-            except TimeoutError:
-                break
-        else:
-            pytest.skip("the queue of a listening socket cannot be filled here")
-        yield hole
-
-
 @pytest.mark.case("C41")
 def test_c41_a_black_hole_delays_nobody(
-    masters: LocalMasters, make_client: MakeClient, make_fake: MakeFake, black_hole: socket.socket
+    masters: LocalMasters, make_client: MakeClient, make_fake: MakeFake
 ) -> None:
-    port = black_hole.getsockname()[1]
+    with black_hole() as hole:
+        _use_beside(hole, masters, make_client, make_fake)
+
+
+def _use_beside(
+    hole: socket.socket, masters: LocalMasters, make_client: MakeClient, make_fake: MakeFake
+) -> None:
+    port = hole.getsockname()[1]
     client = make_client(
         [*masters.urls[:2], f"redis://127.0.0.1:{port}"],
         warm=False,
@@ -78,7 +66,7 @@ def test_c41_a_black_hole_delays_nobody(
     eventually(lambda: _fails(client, "timeout"))
 
     fake = make_fake()
-    fake.take_over(black_hole.dup())
+    fake.take_over(hole.dup())
     eventually(lambda: _used(client, fake), 10)
 
 

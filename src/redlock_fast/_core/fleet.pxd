@@ -15,6 +15,7 @@ cdef class Fleet:
     cdef readonly int n
     cdef readonly list links
     cdef readonly list rivals       # per master: a second connection beside a suspect one, or None
+    cdef readonly bint sealed       # some master is reached over TLS
     cdef readonly int slots         # n; or 2 n while there is a rival, whose slot is n + its index
     cdef void* at[2 * MAX_MASTERS]  # by slot, borrowed from `links` and `rivals`; NULL: no rival
     cdef object jitter

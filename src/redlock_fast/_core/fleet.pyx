@@ -14,7 +14,16 @@ Never: system calls, clocks, waiting. All under the GIL.
 
 cimport cython
 
-from redlock_fast._core.link cimport DIALING, DOWN, GREETING, MAX_OWED, MAX_UNSENT, READY, Link
+from redlock_fast._core.link cimport (
+    DIALING,
+    DOWN,
+    GREETING,
+    MAX_OWED,
+    MAX_UNSENT,
+    READY,
+    Link,
+    wire_out,
+)
 from redlock_fast._core.op cimport ACQUIRE, MAX_MASTERS, RELEASE, Op, new_op
 from redlock_fast._core.wire cimport Replies, buf_free
 
@@ -49,6 +58,7 @@ cdef class Fleet:
         self.replies = Replies()
         self.news = []
         self.hoping = {}
+        self.sealed = any([options.tls is not None for options in masters])
         self.jitter = jitter
         self.rivals = [None] * self.n
         self.links = [
@@ -292,7 +302,7 @@ cdef class Fleet:
             if op.owed[i] or op.queued[i] < op.k and not op.hoping >> i & 1:
                 op.explain(i, "timeout", "no answer in time")
             elif op.hoping >> i & 1:
-                if link.state == DIALING or link.state == GREETING:
+                if link.state == DIALING or link.state == GREETING or link.between:
                     op.explain(i, "connecting", "the connection is not ready yet")
                 elif link.suspect:
                     op.explain(i, "suspect", "owes replies and is silent")
@@ -339,7 +349,7 @@ cdef class Fleet:
             elif link.state == DOWN:
                 if now >= link.retry_ns:
                     return True
-            elif now >= link.dial_limit_ns:
+            elif now >= link.limit() or link.moves():
                 return True
         return False
 
@@ -366,10 +376,10 @@ cdef class Fleet:
                         self.rivals[i] = Link(
                             i, link.options, self.replies, self.patience_ns, self.jitter, None
                         )
+                        (<Link> self.rivals[i]).good = link.good
                         self._place()
-            elif link.state != DOWN and now >= link.dial_limit_ns:
-                what = "connect" if link.state == DIALING else "handshake"
-                self.broke(link, "timeout", f"the {what} took longer than "
+            elif link.state != DOWN and now >= link.limit():
+                self.broke(link, "timeout", f"the {link.waits_for()} took longer than "
                            f"{self.connect_ns // 1_000_000} ms", now)
         return 0
 
@@ -380,7 +390,9 @@ cdef class Fleet:
         cdef int i
         for i in range(self.slots):
             link = link_at(self, i)
-            if link is not None and link.state == DOWN and now >= link.retry_ns:
+            if link is None:
+                continue
+            if link.state == DOWN and now >= link.retry_ns or link.moves():
                 bits |= <uint64_t> 1 << i
         return bits
 
@@ -428,11 +440,13 @@ cdef class Fleet:
             if link.state == READY:
                 if link.retry_ns > self.now_ns and (link.indebted or self.hoping):
                     at = min(at, link.retry_ns)
+            elif link.moves():
+                return self.now_ns
             elif link.state == DOWN:
                 if link.indebted or self.hoping:
                     at = min(at, link.retry_ns)
             else:
-                at = min(at, link.dial_limit_ns)
+                at = min(at, link.limit())
         return at
 
     cpdef int broke(self, Link link, str outcome, str cause, int64_t now) except -1:
@@ -444,6 +458,8 @@ cdef class Fleet:
         cdef Op op
         if self.links[link.index] is not link:
             return 0        # a rival: the master's own connection is still there
+        if link.between:
+            return 0        # it has other addresses
         for op in list(self.hoping):
             if op.hoping >> link.index & 1:
                 self._give_up(op, link)
@@ -465,8 +481,21 @@ cdef class Fleet:
 
     def dialing(self, int slot, int64_t now):
         """A connection for this slot is being opened."""
+        cdef Link link = link_at(self, slot)
         self.now_ns = now
-        link_at(self, slot).dialing(now, now + self.connect_ns)
+        link.dialing(now, now + self.connect_ns)
+
+    def asks(self, int slot):
+        """Is somebody to be asked for the way, or for credentials, before this dial goes on?"""
+        return bool(link_at(self, slot).asks())
+
+    def asked(self, int slot, answer, int64_t now):
+        """Somebody was asked, and will fill in this answer."""
+        link_at(self, slot).asked(answer, now)
+
+    def next_place(self, int slot, int64_t now):
+        """Where to connect to: (family, sockaddr); None as long as nobody knows."""
+        return link_at(self, slot).next_place(now)
 
     def connected(self, int slot, int64_t now):
         """The connection is open; the greeting is there to `take`."""
@@ -477,11 +506,18 @@ cdef class Fleet:
         """Bytes came on this slot's connection, cut anywhere."""
         cdef Link link = link_at(self, slot)
         self.now_ns = now
+        if link.seal is not None:
+            link.unseal(data, now)
         self.replies.begin()
-        link.feed(data, len(data), now)
+        if link.seal is not None:
+            link.feed(link.seal.plain.p, link.seal.plain.n, now)
+            link.seal.plain.n = 0
+        else:
+            link.feed(data, len(data), now)
         self.replies.parse()
         if link.lines:
             link.book_lines(now)
+        link.seal_broke(now)
         if link.state == DOWN:
             self.after_break(link)
         self.serve(now)
@@ -494,8 +530,11 @@ cdef class Fleet:
     def take(self, int slot):
         """Take away the bytes to be sent on this slot's connection."""
         cdef Link link = link_at(self, slot)
-        cdef bytes data = link.out.p[:link.out.n] if link.out.n else b""
-        link.out.n = 0
+        cdef bytes data
+        if link.seal is not None:
+            link.encrypt(self.now_ns)
+        data = wire_out(link).p[:wire_out(link).n] if wire_out(link).n else b""
+        wire_out(link).n = 0
         return data
 
     # -- what plan and the facades use ---------------------------------------------------------
@@ -558,7 +597,7 @@ cdef class Fleet:
         """Is a connection under way?"""
         cdef Link link
         for link in self.links:
-            if link.state == DIALING or link.state == GREETING:
+            if link.state == DIALING or link.state == GREETING or link.between:
                 return True
         return False
 

@@ -46,6 +46,13 @@ cdef struct Chan:
     Buf taken           # bytes being parsed; belongs to the parser
     size_t tail         # bytes since the last line feed
     int64_t lines       # line feeds read, in the link's own count of replies
+    bint sealed         # TLS: `lines` is what can be, at most, and is put right at each look
+    int64_t ahead       # of `lines`, those in `inb`
+    unsigned char head[5]   # of a TLS record
+    int heads           # bytes of it that were read
+    size_t left         # bytes of the record behind it that were not
+    int extra           # bytes of a record that are no data
+    int rest            # bytes of data that did not count yet
     int64_t heard_ns    # when the last one was read
     char* rx            # RX_SIZE bytes
     ssize_t got
@@ -71,6 +78,7 @@ cdef struct Waiter:
     Waiter* older
 
 cdef int64_t clock_ns() noexcept nogil
+cdef tuple open_socket(tuple place, list kept)
 
 cdef class Mover:
     cdef int n
@@ -98,7 +106,7 @@ cdef class Mover:
 
     # under the GIL, without the mutex
     cdef int open_kick(self) except -1
-    cdef int open_chan(self, int i, int fd, int64_t lines, bint opened) except -1
+    cdef int open_chan(self, int i, int fd, int64_t lines, bint sealed, bint opened) except -1
     cdef void bury(self, int i, bint abort) noexcept
     cdef uint64_t collect(self) noexcept
     cdef void move_chan(self, int source, int target, int64_t lines) noexcept

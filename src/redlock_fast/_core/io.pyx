@@ -4,7 +4,8 @@
 A `Mover` has the sockets of one client's masters, buffers on both sides of them, and the threads
 that wait. It knows no command and no reply: it counts line feeds, as a hint when to look. Who
 drives it (the pump, under the GIL) hands bytes over, says for each waiting thread how many masters
-must have sent how many lines, and takes away what has arrived.
+must have sent how many lines, and takes away what has arrived. Under TLS it sees records only, and
+counts for each as many lines as can be in it, until the driver says how many there were.
 
 * Sending is a group commit: callers put bytes into `pend` under the mutex; who finds nobody
   sending sends until nothing is left.
@@ -17,8 +18,9 @@ dead one is freed, and its descriptor closed, only when neither can have it any 
 leaves `wait` with the reading role. (Lines are not traced here: a trace function needs the GIL.)
 """
 
+import _socket
 import os
-from libc.errno cimport EAGAIN, EINTR, errno
+from libc.errno cimport EAGAIN, EINPROGRESS, EINTR, errno
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memchr, memset
@@ -74,6 +76,9 @@ cdef enum:
     RX_SIZE = 64 * 1024         # bytes that one recv may bring
     MAX_INB = 1024 * 1024       # bytes read and not parsed; past it the reader leaves the rest
     MAX_TAIL = 64 * 1024        # bytes without a line feed that the link has to see
+    # Of TLS: what a record of data begins with, and how short a reply can be (":1").
+    DATA_RECORD = 23
+    LEAST_REPLY = 4
 cdef int64_t NEVER = 0x7FFFFFFFFFFFFFFF
 
 
@@ -133,6 +138,44 @@ cdef inline int _park(sem_t* sem, int64_t until) noexcept nogil:
 
 # -- connections ---------------------------------------------------------------------------------
 
+cdef tuple open_socket(tuple place, list kept):
+    """A non-blocking connection to a place, (family, sockaddr), that was begun, or has failed.
+
+    `kept`: holds the socket from here on; whoever takes its descriptor over removes it.
+
+    Returns:
+        The socket; whether it is connected already; our address on it, as the server sees it.
+
+    Raises:
+        OSError: also when the connect has failed at once.
+    """
+    # The C type, not socket.socket: no Python code runs here, so no signal handler can. But the
+    # GIL is given up.
+    cdef object family = place[0]
+    cdef object local = ""
+    cdef object sock = _socket.socket(
+        family, _socket.SOCK_STREAM | _socket.SOCK_NONBLOCK | _socket.SOCK_CLOEXEC
+    )
+    cdef int err
+    kept.append(sock)
+    try:
+        if family != _socket.AF_UNIX:
+            sock.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)
+            sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_KEEPALIVE, 1)
+        err = sock.connect_ex(place[1])
+        if err and err != EINPROGRESS:
+            raise OSError(err, os.strerror(err))
+        if family == _socket.AF_INET:
+            local = "%s:%d" % sock.getsockname()
+        elif family == _socket.AF_INET6:
+            local = "[%s]:%d" % sock.getsockname()[:2]
+    except BaseException:
+        kept.remove(sock)
+        sock.close()
+        raise
+    return sock, err == 0, local
+
+
 cdef Chan* _new_chan(int fd, int64_t lines) noexcept:
     cdef Chan* c = <Chan*> calloc(1, sizeof(Chan))
     if c == NULL:
@@ -157,6 +200,36 @@ cdef void _free_chan(Chan* c) noexcept nogil:
     free(c)
 
 
+cdef void _swallow_records(Chan* c, int64_t now) noexcept nogil:
+    """Count the lines that can be in the records that the reader got."""
+    cdef const unsigned char* at = <const unsigned char*> c.rx
+    cdef const unsigned char* end = at + c.got
+    cdef size_t take
+    cdef int size
+    while at < end:
+        if c.left == 0:
+            c.head[c.heads] = at[0]
+            c.heads += 1
+            at += 1
+            if c.heads < 5:
+                continue
+            c.heads = 0
+            c.left = c.head[3] << 8 | c.head[4]
+            if c.head[0] != DATA_RECORD:
+                c.event = True      # an alert, say; or no TLS at all
+        take = min(c.left, <size_t> (end - at))
+        at += take
+        c.left -= take
+        size = c.head[3] << 8 | c.head[4]
+        if c.left == 0 and size > c.extra:
+            # What is too short for a reply counts together with what comes next.
+            size += c.rest - c.extra
+            c.lines += size // LEAST_REPLY
+            c.ahead += size // LEAST_REPLY
+            c.rest = size % LEAST_REPLY
+            c.heard_ns = now
+
+
 cdef void _swallow(Chan* c, int64_t now) noexcept nogil:
     """Keep what the reader got, and count its lines."""
     cdef const char* at = c.rx
@@ -165,6 +238,11 @@ cdef void _swallow(Chan* c, int64_t now) noexcept nogil:
     if buf_put(&c.inb, c.rx, c.got) != 0:
         c.err = END_OF_FILE
         c.event = True
+        return
+    if c.sealed:
+        if c.phase != SERVING:
+            c.event = True
+        _swallow_records(c, now)
         return
     while True:
         nl = <const char*> memchr(at, c'\n', end - at)
@@ -221,11 +299,12 @@ cdef class Mover:
                 raise OSError(errno, os.strerror(errno))
         return 0
 
-    cdef int open_chan(self, int i, int fd, int64_t lines, bint opened) except -1:
+    cdef int open_chan(self, int i, int fd, int64_t lines, bint sealed, bint opened) except -1:
         """Take over a descriptor; `lines`: where its count of replies starts."""
         cdef Chan* c = _new_chan(fd, lines)
         if c == NULL:
             raise MemoryError("no memory for a connection")
+        c.sealed = sealed
         c.event = opened
         pthread_mutex_lock(&self.mu)
         self.chans[i] = c
@@ -265,7 +344,7 @@ cdef class Mover:
         self.chans[target] = self.chans[source]
         self.chans[source] = NULL
         if self.chans[target] != NULL:
-            self.chans[target].lines = lines
+            self.chans[target].lines = lines + self.chans[target].ahead
         pthread_mutex_unlock(&self.mu)
 
     cdef uint64_t collect(self) noexcept:
@@ -284,6 +363,7 @@ cdef class Mover:
             if c.event or c.inb.n:
                 bits |= <uint64_t> 1 << i
                 c.taken, c.inb = c.inb, c.taken
+                c.ahead = 0
         pthread_mutex_unlock(&self.mu)
         return bits
 

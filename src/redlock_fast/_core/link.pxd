@@ -4,12 +4,13 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from redlock_fast._core.op cimport Op
+from redlock_fast._core.seal cimport Seal
 from redlock_fast._core.wire cimport Buf, Replies, Reply
 
 cdef enum State:
     DOWN = 0        # no connection; one may be dialled from retry_ns on
-    DIALING = 1     # connecting
-    GREETING = 2    # connected; AUTH, SELECT and the proof of life are under way
+    DIALING = 1     # looking up, connecting
+    GREETING = 2    # connected; TLS, AUTH, SELECT and the proof of life are under way
     READY = 3       # takes commands
 
 cdef enum:
@@ -29,6 +30,7 @@ cdef class Link:
     cdef readonly int state             # a State
     cdef readonly bint suspect          # owes, and has been silent for `patience_ns`
     cdef Buf out                        # bytes to send, in order; whoever drives takes them away
+    cdef readonly Seal seal             # of this connection; None without TLS
     cdef Buf part                       # an unfinished line
     cdef int lines                      # whole lines given to `replies`, to be booked
     cdef Replies replies
@@ -45,6 +47,19 @@ cdef class Link:
     cdef readonly int64_t retry_ns      # no dialling (DOWN) and no SET (READY) before
     cdef bint idled                     # the last connection was greeted, and ended unused
     cdef readonly int64_t dial_limit_ns     # DIALING, GREETING: when to give up
+    # where to connect to
+    cdef readonly object answer         # resolve.Answer: asked for, and not used up; None: nothing is
+    cdef int64_t asked_ns
+    cdef list places                    # of this dial, not tried yet
+    cdef int roads                      # how many there were
+    cdef object place                   # (family, sockaddr) of this connection
+    cdef object good                    # ... that led to a READY one, last
+    cdef object bad                     # ... that was connected to, and led to none
+    cdef readonly bint between          # DOWN, and the next place is to be tried at once
+    cdef int64_t place_limit_ns         # DIALING: when this place's time is over
+    # who to be
+    cdef str username
+    cdef object password                # options.Secret, or None
     cdef int failures                   # in a row
     cdef int64_t failed_ns              # when the connection last failed
     cdef bint fresh                     # has become ready, and the fleet has not looked at it yet
@@ -78,6 +93,18 @@ cdef class Link:
     cdef int owe(self, Op op, int item, int count) except -1
     cdef int pay(self, int64_t now) except -1
     cdef int dialing(self, int64_t now, int64_t limit) except -1
+    cdef bint asks(self) except -1
+    cdef int asked(self, object answer, int64_t now) except -1
+    cdef object next_place(self, int64_t now)
+    cdef bint moves(self) noexcept
+    cdef int64_t limit(self) noexcept
+    cdef str waits_for(self)
+    cdef int encrypt(self, int64_t now) except -1
+    cdef int unseal(self, bytes records, int64_t now) except -1
+    cdef int seal_broke(self, int64_t now) except -1
+    cdef int hello(self, int64_t now) except -1
+    cdef bytes _secret(self)
+    cdef int _found(self, tuple places) except -1
     cdef int connected(self, int64_t now) except -1
     cdef int greet(self, int64_t now) except -1
     cdef int feed(self, const char* p, size_t n, int64_t now) except -1
@@ -96,3 +123,13 @@ cdef class Link:
     cdef int _ask(self, int step, tuple words) except -1
     cdef void _no_text_sent(self) noexcept
     cdef void _drop_head(self)
+
+
+cdef inline bint speaks(Link link) noexcept:
+    """Is there anything to be sent?"""
+    return link.out.n > 0 or link.seal is not None and (link.seal.out.n > 0 or link.seal.due)
+
+
+cdef inline Buf* wire_out(Link link) noexcept:
+    """What goes to the socket: with TLS, what `encrypt` has made of `out`."""
+    return &link.out if link.seal is None else &link.seal.out

@@ -3,8 +3,10 @@ from collections.abc import Callable
 from typing import Any, final
 
 from redlock_fast._core.op import Op
+from redlock_fast._core.seal import Seal
 from redlock_fast._core.wire import Replies
 from redlock_fast.options import MasterOptions
+from redlock_fast.resolve import Answer
 
 @final
 class Link:
@@ -17,6 +19,9 @@ class Link:
     patience_ns: int
     retry_ns: int
     dial_limit_ns: int
+    answer: Answer | None
+    between: bool
+    seal: Seal | None
     outcome: str
     cause: str
     debts: deque[tuple[Op, int, int]]

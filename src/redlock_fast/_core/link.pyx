@@ -13,6 +13,7 @@ out first on the next connection.
 Never: system calls, clocks, Python code of the user. All under the GIL.
 """
 
+import ssl
 from collections import deque
 
 cimport cython
@@ -21,6 +22,7 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdlib cimport free, realloc
 
 from redlock_fast._core.op cimport ACQUIRE, FAIL, NO_SCRIPT, RELEASE, Op, Vote
+from redlock_fast._core.seal cimport Seal, seal_trouble
 from redlock_fast._core.wire cimport (
     ERROR,
     INTEGER,
@@ -49,6 +51,7 @@ cdef enum:
     MAX_LEFTOVERS = 8           # broken connections still to be killed on the server
     MAX_DEBTS = 65536           # entries kept for a master that stays away
     PAID_AT_ONCE = 256          # debts queued as one ticket
+    LEAST_PLACE_MS = 10         # ... that one of several addresses has to answer a connect
     MAX_AGAIN = 3               # a command is sent again after NOSCRIPT at most so often
     LEAST_MASKED = 16           # shorter "tokens" are no secrets, and would garble texts
 
@@ -72,7 +75,9 @@ _PARTING = frozenset(("READONLY", "NOAUTH", "MAXCLIENTS", "DENIED"))
 # Answers of a cluster's nodes.
 _CLUSTER = frozenset(("MOVED", "ASK", "CROSSSLOT"))
 # Nobody was there, as far as can be seen.
-_AWAY = frozenset(("refused", "closed", "timeout"))
+_AWAY = frozenset(("refused", "closed", "timeout", "unresolved"))
+# An answer that was waited for so long is too old for the next connection.
+cdef int64_t STALE_NS = 60_000_000_000
 # Somebody has to act.
 _CONFIG = frozenset(("NOAUTH", "WRONGPASS", "DENIED", "NOPERM"))
 
@@ -259,9 +264,18 @@ cdef class Link:
     # -- the connection ------------------------------------------------------------------------
 
     cdef int dialing(self, int64_t now, int64_t limit) except -1:
-        """A connection is being opened; it has until `limit` to be READY."""
+        """A connection is being opened; it has until `limit` to be READY.
+
+        Another place of the same dial shares the limit.
+        """
         self.state = DIALING
-        self.dial_limit_ns = limit
+        if self.between:
+            self.between = False
+            return 0
+        self.dial_limit_ns = self.place_limit_ns = limit
+        self.places = None
+        if self.answer is not None and self.answer.done and now - self.asked_ns > STALE_NS:
+            self.answer = None
         self.served = False
         self.client_id = None
         self.run_id = ""
@@ -270,13 +284,96 @@ cdef class Link:
         self.reconnects += 1
         return 0
 
+    cdef bint asks(self) except -1:
+        """Must somebody be asked for the way, or for credentials, before this dial goes on?
+
+        Not when that was done, and is only to be waited for.
+        """
+        if self.places is not None or self.answer is not None:
+            return False
+        if self.options.host is None and self.options.credential_provider is None:
+            self._found(self.options.places)
+            return False
+        return True
+
+    cdef int asked(self, object answer, int64_t now) except -1:
+        """Somebody was asked, and will fill in this answer."""
+        self.answer = answer
+        self.asked_ns = now
+        return 0
+
+    cdef int _found(self, tuple places) except -1:
+        """These are the places to try: first the one that worked last time."""
+        self.places = list(places)
+        self.roads = len(self.places)
+        if self.bad in self.places:
+            self.places.remove(self.bad)
+            self.places.append(self.bad)
+        if self.good in self.places:
+            self.places.remove(self.good)
+            self.places.insert(0, self.good)
+        return 0
+
+    cdef object next_place(self, int64_t now):
+        """The place to connect to now, as (family, sockaddr).
+
+        None: it is not known yet, or the answer was that there is none, which broke the link.
+        """
+        cdef object answer = self.answer
+        cdef int64_t left, share
+        if self.places is None:
+            if not answer.done:
+                return None
+            self.answer = None
+            if answer.outcome:
+                self.broke(answer.outcome, answer.cause, now)
+                return None
+            self.username = answer.username
+            self.password = answer.password
+            self._found(answer.places)
+        self.place = self.places.pop(0)
+        self.place_limit_ns = self.dial_limit_ns
+        if self.places:
+            # The first ones do not have long: one that is reached at all answers about as fast as
+            # a command. Each time all have failed they have longer.
+            left = (self.dial_limit_ns - now) // (len(self.places) + 1)
+            share = (self.patience_ns << min(self.failures, 16)) // self.roads
+            self.place_limit_ns = now + min(left, max(share, LEAST_PLACE_MS * 1_000_000))
+        return self.place
+
+    cdef bint moves(self) noexcept:
+        """Is the dial to go on now: an answer has come, or the next place is to be tried?"""
+        if self.state == DIALING:
+            return self.answer is not None and self.answer.done
+        return self.state == DOWN and self.between
+
+    cdef int64_t limit(self) noexcept:
+        """DIALING, GREETING: when what goes on now has to be over."""
+        return self.place_limit_ns if self.state == DIALING else self.dial_limit_ns
+
+    cdef str waits_for(self):
+        """What took too long."""
+        if self.state == DIALING:
+            if self.answer is None:
+                return "connect"
+            return "look-up" if self.options.credential_provider is None else "credential provider"
+        return "handshake" if self.seal is None or self.seal.open else "TLS handshake"
+
     cdef int connected(self, int64_t now) except -1:
-        """The connection is open: greet."""
-        cdef object user = self.options.username
-        cdef object secret = self.options.password
-        cdef bytes password = b"" if secret is None else secret.reveal()
+        """The connection is open: begin with TLS, or greet."""
         self.state = GREETING
         self.quiet_ns = now
+        if self.options.tls is None:
+            return self.hello(now)
+        self.seal = Seal(self.options.tls)
+        return 0
+
+    cdef int hello(self, int64_t now) except -1:
+        """Say who we are."""
+        cdef object user = self.username
+        cdef bytes password = self._secret()
+        if self.options.credential_provider is None:
+            user = self.options.username
         if user:
             self._ask(AUTH, (b"AUTH", user.encode(), password))
         elif password:
@@ -284,6 +381,13 @@ cdef class Link:
         else:
             self.greet(now)
         return 0
+
+    cdef bytes _secret(self):
+        """The password of this connection, b"" for none."""
+        cdef object secret = self.options.password
+        if self.options.credential_provider is not None:
+            secret = self.password
+        return b"" if secret is None else secret.reveal()
 
     cdef int greet(self, int64_t now) except -1:
         """What follows AUTH; nothing goes out before that was answered."""
@@ -307,8 +411,7 @@ cdef class Link:
             text = self.replies.text
             kind = error_kind(text)
             # Some servers repeat what they were sent.
-            if self.options.password is not None:
-                text = _masked(text, self.options.password.reveal())
+            text = _masked(text, self._secret())
             if kind in _PASSING or kind == "MAXCLIENTS":
                 self.broke(kind, text, now)
                 return 0
@@ -385,6 +488,8 @@ cdef class Link:
         self.state = READY
         self.retry_ns = now
         self.fresh = True
+        self.good = self.place
+        self.password = None        # the next connection asks for its own
         if self.leftovers:
             # Another server has nothing of it; and who does not say which it is, is not asked.
             same = [row for row in self.leftovers if row[2] and row[2] == self.run_id]
@@ -413,6 +518,54 @@ cdef class Link:
         self.told = old.told
         self._well()
         return self._ready(now)
+
+    # -- TLS -----------------------------------------------------------------------------------
+    # Here the GIL is given up: whoever drives lets one thread in at a time, and the link may be
+    # another's, or on another connection, when it is back.
+
+    cdef int encrypt(self, int64_t now) except -1:
+        """Put what is queued into records. Raises only what signal handlers do."""
+        cdef Seal seal = self.seal
+        cdef bytes data
+        try:
+            if seal.due:
+                seal.shake()
+            while self.seal is seal and seal.open and self.out.n:
+                data = self.out.p[:self.out.n]
+                self.out.n = 0
+                seal.write(data)
+        except BaseException as error:
+            if not isinstance(error, ssl.SSLError):
+                if self.seal is seal:
+                    self.broke("closed", "interrupted in the middle of TLS", now)
+                raise
+            seal.trouble = seal_trouble(error)
+            self.seal_broke(now)
+        return 0
+
+    cdef int unseal(self, bytes records, int64_t now) except -1:
+        """Take out of records what the server said, to be fed. Raises as `encrypt` does."""
+        cdef Seal seal = self.seal
+        cdef bint was_open = seal.open
+        try:
+            seal.read(records)
+        except BaseException as error:
+            if not isinstance(error, ssl.SSLError):
+                if self.seal is seal:
+                    self.broke("closed", "interrupted in the middle of TLS", now)
+                raise
+            seal.trouble = seal_trouble(error)
+        if self.seal is seal and seal.open and not was_open:
+            self.hello(now)
+        return 0
+
+    cdef int seal_broke(self, int64_t now) except -1:
+        """What came before the end was dealt with; now the end."""
+        cdef object trouble
+        if self.seal is not None and self.seal.trouble is not None and self.state != DOWN:
+            trouble = self.seal.trouble
+            self.broke(trouble[0], trouble[1], now)
+        return 0
 
     # -- replies -------------------------------------------------------------------------------
 
@@ -578,7 +731,10 @@ cdef class Link:
         return 1
 
     cdef int broke(self, str outcome, str cause, int64_t now) except -1:
-        """The connection is of no use any more: fail what is owed, keep the debts."""
+        """The connection is of no use any more: fail what is owed, keep the debts.
+
+        If none was opened, and there are other places to try, nothing has failed yet.
+        """
         cdef Ticket* t
         cdef Op op
         cdef list held = []
@@ -589,6 +745,17 @@ cdef class Link:
         # that was only greeted; if the next one does not serve either, waits come, and grow.
         cdef bint idle = self.state == READY and outcome == "closed" and self.head == self.tail
         cdef bint was_well = self.served or (idle and not self.idled)
+        if self.state == DIALING and self.places and now < self.dial_limit_ns:
+            self.state = DOWN
+            self.between = True
+            self.retry_ns = now
+            return 0
+        self.between = False
+        self.seal = None
+        if self.state == GREETING:
+            self.bad = self.place
+            if self.good == self.bad:
+                self.good = None
         self.idled = idle and not self.served
         self.state = DOWN
         self.suspect = False
@@ -656,6 +823,9 @@ cdef class Link:
             self._drop_head()
         self.booked = self.promised
         self.state = DOWN
+        self.seal = None
+        self.answer = None
+        self.between = False
         self.suspect = False
         self.served = False
         self.failures = 0

@@ -19,6 +19,11 @@ cdef class Pump:
     cdef int64_t active_ns          # when the sockets were last looked at
     cdef public bint paying         # a thread of the driver's looks after debts
     cdef list dials                 # sockets between their making and the mover
+    cdef bint gathering             # a thread waits for others' commands, to encrypt them together
+    cdef bint sealing               # a thread is inside OpenSSL, maybe without the GIL,
+    cdef unsigned long sealer       # this one;
+    cdef bint unsealed              # others had something to say meanwhile,
+    cdef bint owing                 # which was put into records, and is to be sent
     cdef readonly int64_t looks
     cdef public int64_t tick_ns     # a thread that waits wakes so often for signals
 
@@ -29,7 +34,9 @@ cdef class Pump:
     cdef int64_t _freshen(self, int64_t now) except -1
     cdef int _look(self, int64_t now) except -1
     cdef int _settle_rivals(self, int64_t now) except -1
-    cdef int _parse(self, uint64_t todo, int64_t now) except -1
+    cdef object _parse(self, uint64_t todo, int64_t now)
+    cdef object _unseal(self, uint64_t todo, int64_t now)
+    cdef object _seal(self)
     cdef int _events(self, Link link, Chan* c, int64_t now) except -1
     cdef int _opened(self, Link link, Chan* c, int64_t now) except -1
     cdef int _dial(self, int64_t now) except -1

@@ -10,7 +10,6 @@ what is rare: opens connections, tells the fleet the time, closes what the fleet
 Signal handlers run between waits, when this thread holds neither the mutex nor a role.
 """
 
-import _socket
 import contextlib
 import os
 import weakref
@@ -18,12 +17,14 @@ import weakref
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.pythread cimport PyThread_get_thread_ident
-from libc.errno cimport EINPROGRESS, errno
+from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint64_t
+from posix.time cimport timespec
 
 from redlock_fast._core.fleet cimport CHUNK, Fleet, link_at
 from redlock_fast._core.io cimport (
     END_OF_FILE,
+    MAX_CHANS,
     OPENING,
     SERVING,
     TALKING,
@@ -31,14 +32,16 @@ from redlock_fast._core.io cimport (
     Mover,
     Waiter,
     clock_ns,
+    open_socket,
     pthread_mutex_lock,
     pthread_mutex_unlock,
 )
-from redlock_fast._core.link cimport DIALING, DOWN, READY, Link
+from redlock_fast._core.link cimport DIALING, DOWN, READY, Link, speaks, wire_out
 from redlock_fast._core.op cimport Op
-from redlock_fast._core.wire cimport Replies, buf_put
+from redlock_fast._core.wire cimport Buf, Replies, buf_put
 
 from redlock_fast.errors import ClosedError
+from redlock_fast.resolve import ask
 
 cdef extern from "<sys/socket.h>" nogil:
     int SOL_SOCKET, SO_ERROR
@@ -47,11 +50,16 @@ cdef extern from "<sys/socket.h>" nogil:
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
 
+cdef extern from "<time.h>" nogil:
+    int nanosleep(const timespec*, timespec*)
+
 cdef int64_t NEVER = 0x7FFFFFFFFFFFFFFF
 # A thread that waits wakes so often for signals that another thread's poll may have swallowed.
 cdef int64_t TICK_NS = 100_000_000
 # A connection that was idle so long is looked at before anything is sent (DESIGN, rule 11).
 cdef int64_t IDLE_NS = 5_000_000
+# So long a thread waits for others' commands before it encrypts them all.
+cdef long GATHER_NS = 10_000
 # How long a follower waits for the reader to finish a sweep before it judges.
 cdef int64_t SWEEP_NS = 5_000_000
 
@@ -172,6 +180,8 @@ cdef class Pump:
             raise ClosedError("the client is closed")
         if self.mover.parsing and self.parser == <unsigned long> PyThread_get_thread_ident():
             raise RuntimeError("cannot use the client from within its own parsing of replies")
+        if self.sealing and self.sealer == <unsigned long> PyThread_get_thread_ident():
+            raise RuntimeError("cannot use the client from within its own encryption")
         return 0
 
     cpdef bint settle(self) except -1:
@@ -184,7 +194,7 @@ cdef class Pump:
         cdef int i
         for i in range(self.n):
             link = <Link> self.fleet.at[i]
-            if link.out.n:
+            if speaks(link):
                 self._post()
                 self.mover.push()
                 break
@@ -215,6 +225,7 @@ cdef class Pump:
     cdef int _look(self, int64_t now) except -1:
         """Parse what has arrived, for everyone; deal with events and timers."""
         cdef uint64_t todo
+        cdef object raised = None
         while self.mover.parsing:
             # Another thread lost the GIL inside hiredis: very rare.
             if self.parser == <unsigned long> PyThread_get_thread_ident():
@@ -227,12 +238,15 @@ cdef class Pump:
         try:
             todo = self.mover.collect()
             if todo:
-                self._parse(todo, now)
+                raised = self._parse(todo, now)
         finally:
             self.mover.parsed()
         self.active_ns = self.fleet.now_ns = now
         if self.mover.timer_ns == NEVER and not self.mover.behind and self.fleet.calm(now):
-            return self._wake_decided()
+            self._wake_decided()
+            if raised is not None:
+                raise raised
+            return 0
         if self.fleet.slots > self.n:
             self._settle_rivals(now)
         if self.fleet.next_ns() <= now:
@@ -240,8 +254,12 @@ cdef class Pump:
             self._bury_down()
             self._dial(now)
         self.fleet.serve(now)
-        self._post()
-        self._wake_decided()
+        try:
+            self._post()
+        finally:
+            self._wake_decided()
+        if raised is not None:
+            raise raised
         return 0
 
     cdef int _settle_rivals(self, int64_t now) except -1:
@@ -262,18 +280,27 @@ cdef class Pump:
                 self.fleet.drop_rival(i)
         return 0
 
-    cdef int _parse(self, uint64_t todo, int64_t now) except -1:
-        """Deal with what these chans have brought: bytes, ends, opened connections."""
+    cdef object _parse(self, uint64_t todo, int64_t now):
+        """Deal with what these chans have brought: bytes, ends, opened connections.
+
+        Returns what a signal handler raised meanwhile, or None.
+        """
         cdef Replies replies = self.fleet.replies
         cdef Link link
         cdef Chan* c
+        cdef Chan* had[MAX_CHANS]       # when another takes its slot meanwhile, it is not looked at
         cdef uint64_t left = todo
-        cdef int i
+        cdef object raised = None
+        cdef int i, slots = self.mover.slots
+        for i in range(slots):
+            had[i] = self.mover.chans[i]
         try:
+            if self.fleet.sealed:
+                raised = self._unseal(todo, now)
             replies.begin()
-            for i in range(self.mover.slots):
+            for i in range(slots):
                 c = self.mover.chans[i]
-                if not todo >> i & 1 or c == NULL:
+                if not todo >> i & 1 or c == NULL or c != had[i]:
                     continue
                 link = link_at(self.fleet, i)
                 if link is None:
@@ -282,13 +309,18 @@ cdef class Pump:
                 if c.phase == OPENING:
                     if c.event:
                         self._opened(link, c, now)
+                elif link.seal is not None:
+                    if link.seal.plain.n:
+                        link.feed(link.seal.plain.p, link.seal.plain.n, c.heard_ns or now)
+                        link.seal.plain.n = 0
                 elif c.taken.n:
                     link.feed(c.taken.p, c.taken.n, c.heard_ns if c.heard_ns else now)
                 c.taken.n = 0
             replies.parse()
-            for i in range(self.mover.slots):
+            for i in range(slots):
                 c = self.mover.chans[i]
-                if not todo >> i & 1 or c == NULL:
+                if not todo >> i & 1 or c == NULL or c != had[i]:
+                    left &= ~(<uint64_t> 1 << i)
                     continue
                 link = link_at(self.fleet, i)
                 if link is None:
@@ -296,7 +328,9 @@ cdef class Pump:
                     continue
                 if link.lines:
                     link.book_lines(c.heard_ns if c.heard_ns else now)
-                if c.event or c.phase != SERVING:
+                if link.seal is not None:
+                    link.seal_broke(now)
+                if c.event or c.phase != SERVING or c.sealed:
                     self._events(link, c, now)
                 if link.state == DOWN:
                     self.mover.bury(i, True)
@@ -304,15 +338,86 @@ cdef class Pump:
                 left &= ~(<uint64_t> 1 << i)
         finally:
             # No memory, say: the bytes are gone, and with them the order of the replies.
-            for i in range(self.mover.slots):
-                if left >> i & 1 and self.mover.chans[i] != NULL:
+            for i in range(slots):
+                if left >> i & 1 and self.mover.chans[i] != NULL and self.mover.chans[i] == had[i]:
                     link = link_at(self.fleet, i)
                     if link is None:
                         continue
                     link.lines = 0
                     self.fleet.broke(link, "PROTO", "cannot parse replies", now)
                     self.mover.bury(i, True)
-        return 0
+        return raised
+
+    cdef object _unseal(self, uint64_t todo, int64_t now):
+        """Take what has arrived out of its records. Returns what a signal handler raised."""
+        cdef Link link
+        cdef Chan* c
+        cdef object raised = None
+        cdef int i
+        while self.sealing:
+            if self.sealer == <unsigned long> PyThread_get_thread_ident():
+                raise RuntimeError("cannot use the client from within its own encryption")
+            with nogil:
+                sched_yield()
+        self.sealing = True
+        self.sealer = PyThread_get_thread_ident()
+        for i in range(self.mover.slots):
+            c = self.mover.chans[i]
+            if not todo >> i & 1 or c == NULL or c.taken.n == 0:
+                continue
+            link = link_at(self.fleet, i)
+            if link is None or link.seal is None:
+                continue
+            try:
+                link.unseal(c.taken.p[:c.taken.n], now)
+            except BaseException as exc:
+                raised = exc
+        self.sealing = False
+        return raised
+
+    cdef object _seal(self):
+        """Put what the links have to say into records. Returns what a signal handler raised.
+
+        A group commit: whoever finds somebody at it leaves that one what is there.
+        """
+        cdef Link link
+        cdef object raised = None
+        cdef timespec pause = timespec(0, GATHER_NS)
+        cdef int i
+        if self.sealing or self.gathering:
+            self.unsealed = True
+            return None
+        if self.mover.inside > 1:
+            # Each time OpenSSL is called another thread may take the GIL, which costs more than
+            # what is done: let the others queue first, and do it once for all.
+            self.gathering = True
+            with nogil:
+                nanosleep(&pause, NULL)
+            self.gathering = False
+            if self.sealing:
+                self.unsealed = True
+                return None
+        self.sealing = True
+        self.sealer = PyThread_get_thread_ident()
+        while True:
+            self.owing = self.owing or self.unsealed
+            self.unsealed = False
+            for i in range(self.fleet.slots):
+                link = link_at(self.fleet, i)
+                if link is None or link.seal is None or not (link.out.n or link.seal.due):
+                    continue
+                try:
+                    link.encrypt(self.fleet.now_ns)
+                except BaseException as exc:
+                    raised = exc
+                if link.state == DOWN and link_at(self.fleet, i) is link:
+                    self.mover.bury(i, True)
+                    self.fleet.after_break(link)
+                    self._wake_decided()
+            if not self.unsealed:
+                break
+        self.sealing = False
+        return raised
 
     @cython.linetrace(False)      # holds the mutex; a trace function may hand over the GIL
     cdef int _events(self, Link link, Chan* c, int64_t now) except -1:
@@ -323,10 +428,13 @@ cdef class Pump:
             self.mover.kick()   # whoever reads now has left it out of its set
         c.event = False
         err = c.err
-        if link.state == READY and c.phase != SERVING:
-            # Not every line of the greeting was a reply.
+        if link.state == READY:
+            if c.phase != SERVING or c.sealed:
+                # Not every line of the greeting, nor all that a record can hold, was a reply.
+                c.lines = link.booked + c.ahead
+            if c.sealed:
+                c.extra = link.seal.extra
             c.phase = SERVING
-            c.lines = link.booked
         pthread_mutex_unlock(&self.mover.mu)
         if link.state != DOWN and err:
             if err == END_OF_FILE:
@@ -362,32 +470,27 @@ cdef class Pump:
             # A connect gives the GIL up, so another thread may have been here meanwhile.
             if due >> i & 1:
                 link = link_at(self.fleet, i)
-                if link is not None and link.state == DOWN:
+                if link is not None and (link.state == DOWN or link.moves()):
                     self._dial_one(link, i, now)
+                    while link.moves() and link_at(self.fleet, i) is link:
+                        self._dial_one(link, i, now)    # the next address
         return 0
 
     cdef int _dial_one(self, Link link, int slot, int64_t now) except -1:
-        # The C type, not socket.socket: no Python code runs here, so no signal handler can.
-        cdef object options = link.options
-        cdef object sock = None
-        cdef str local = ""
-        cdef int err
-        link.dialing(now, now + self.fleet.connect_ns)
+        cdef object place, sock = None
+        cdef str local
+        cdef bint opened
+        if link.state == DOWN:
+            link.dialing(now, now + self.fleet.connect_ns)
+        if link.asks():
+            link.asked(ask(link.options, weakref.ref(self)), now)
+        place = link.next_place(now)
+        if place is None:
+            if link.state == DOWN:
+                self.fleet.after_break(link)
+            return 0
         try:
-            sock = _socket.socket(
-                options.family, _socket.SOCK_STREAM | _socket.SOCK_NONBLOCK | _socket.SOCK_CLOEXEC
-            )
-            self.dials.append(sock)
-            if options.family != _socket.AF_UNIX:
-                sock.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)
-                sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_KEEPALIVE, 1)
-            err = sock.connect_ex(options.sockaddr)
-            if err and err != EINPROGRESS:
-                raise OSError(err, os.strerror(err))
-            if options.family == _socket.AF_INET:
-                local = "%s:%d" % sock.getsockname()
-            elif options.family == _socket.AF_INET6:
-                local = "[%s]:%d" % sock.getsockname()[:2]
+            sock, opened, local = open_socket(place, self.dials)
             # These calls give the GIL up: another thread may have dropped this link meanwhile, or
             # torn all down. From here to the end nothing does.
             if (
@@ -399,7 +502,9 @@ cdef class Pump:
                 sock.close()    # given up meanwhile
                 return 0
             link.local = local
-            self.mover.open_chan(slot, sock.fileno(), link.promised, err == 0)
+            self.mover.open_chan(
+                slot, sock.fileno(), link.promised, link.options.tls is not None, opened
+            )
             sock.detach()
         except BaseException as exc:
             if sock is not None:
@@ -430,6 +535,8 @@ cdef class Pump:
         cdef Link link
         cdef Chan* c
         cdef int i
+        cdef Buf* out
+        cdef object raised = self._seal() if self.fleet.sealed else None
         cdef int64_t timer = self.fleet.next_ns()
         cdef int slots = self.fleet.slots
         pthread_mutex_lock(&self.mover.mu)
@@ -439,14 +546,15 @@ cdef class Pump:
             c = self.mover.chans[i]
             if c == NULL or link is None:
                 continue
-            if link.out.n:
+            out = wire_out(link)
+            if out.n:
                 if c.pend.n == 0:
-                    c.pend, link.out = link.out, c.pend
-                elif buf_put(&c.pend, link.out.p, link.out.n) != 0:
+                    c.pend, out[0] = out[0], c.pend
+                elif buf_put(&c.pend, out.p, out.n) != 0:
                     c.err = END_OF_FILE
                     c.event = True
                     self.mover.alert = True
-                link.out.n = 0
+                out.n = 0
                 self.mover.pending = True
             link.unsent = c.pend.n + c.fly.n - c.sent
             link.stuck = c.stuck
@@ -454,6 +562,12 @@ cdef class Pump:
             self.mover.kick()
         self.mover.timer_ns = timer
         pthread_mutex_unlock(&self.mover.mu)
+        if self.owing:
+            # Of these bytes some are another thread's, which waits for answers already.
+            self.owing = False
+            self.mover.push()
+        if raised is not None:
+            raise raised
         return 0
 
     @cython.linetrace(False)      # holds the mutex; a trace function may hand over the GIL
@@ -564,6 +678,14 @@ cdef class Pump:
             self.mover.bury(i, False)
         self.mover.shut_kick()
 
+    def wake(self):
+        """An answer has come for a dial: let whoever reads look, or the next one who does."""
+        pthread_mutex_lock(&self.mover.mu)
+        self.mover.alert = True
+        if self.mover.polling:
+            self.mover.kick()
+        pthread_mutex_unlock(&self.mover.mu)
+
     @property
     def sends(self):
         """System calls that sent something."""
@@ -582,4 +704,5 @@ cdef class Pump:
         self.dials.clear()
         self.active_ns = 0
         self.paying = False
+        self.gathering = self.sealing = self.unsealed = self.owing = False
         self.fleet.after_fork()
