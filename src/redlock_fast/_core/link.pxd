@@ -48,7 +48,7 @@ cdef class Link:
     cdef bint idled                     # the last connection was greeted, and ended unused
     cdef readonly int64_t dial_limit_ns     # DIALING, GREETING: when to give up
     # where to connect to
-    cdef readonly object answer         # resolve.Answer: asked for, and not used up; None: nothing is
+    cdef readonly object answer         # resolve.Answer, asked for and not used up; or None
     cdef int64_t asked_ns
     cdef list places                    # of this dial, not tried yet
     cdef int roads                      # how many there were
