@@ -34,7 +34,12 @@ from redlock_fast.testing import LocalMasters, MakeLocalMasters
 
 __all__ = ["eventually", "keys_of"]
 
-pytest_plugins = ["redlock_fast.testing", "integration.fakes"]
+pytest_plugins = [
+    "redlock_fast.testing",
+    "integration.fakes",
+    "integration.certs",
+    "integration.tls_front",
+]
 
 SOURCES = Path(__file__).resolve().parents[1] / "src" / "redlock_fast"
 # A compiled module has a .pxd beside its source.

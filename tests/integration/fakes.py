@@ -18,12 +18,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import pytest
 
 from redlock_fast import scripts
-from redlock_fast.testing import LocalMaster
 
 T = TypeVar("T")
 
@@ -46,7 +45,7 @@ SILENCE: Final = b""
 # Bytes, an action, or steps: bytes and actions, and between them pauses in seconds.
 Answer: TypeAlias = "bytes | Action | Sequence[bytes | Action | float]"
 MakeFake: TypeAlias = "Callable[..., FakeMaster]"  # the fixture `make_fake`
-MakeProxy: TypeAlias = "Callable[[LocalMaster], Proxy]"  # the fixture `make_proxy`
+MakeProxy: TypeAlias = "Callable[[Listening], Proxy]"  # the fixture `make_proxy`
 
 
 class Net:
@@ -120,7 +119,7 @@ class Net:
         loop.close()
 
 
-def _abort(writer: asyncio.StreamWriter) -> None:
+def _abort(writer: Any) -> None:
     """Close a connection with a reset."""
     sock = writer.get_extra_info("socket")
     if sock is not None:
@@ -291,6 +290,7 @@ class Way:
         delay_ms: everything arrives so much later, in order.
         holding: nothing arrives; what comes meanwhile is kept, and goes on when this is False.
         dropping: what comes is swallowed for good.
+        gather_ms: after the first bytes, wait so long for more, and pass all on as one piece.
         change: given bytes as they come, returns those to pass on instead, or RESET to end the
             connection on both sides.
         passed: bytes that came this way.
@@ -305,7 +305,15 @@ class Way:
         self.delay_ms = 0.0
         self.holding = False
         self.dropping = False
+        self.gather_ms = 0.0
         self.change: Callable[[bytes], bytes | Action] | None = None
+
+
+class Listening(Protocol):
+    """A master, or what stands for one: something on a port of 127.0.0.1."""
+
+    @property
+    def port(self) -> int: ...
 
 
 class Proxy:
@@ -319,14 +327,14 @@ class Proxy:
         open: how many there are.
     """
 
-    def __init__(self, net: Net, master: LocalMaster) -> None:
+    def __init__(self, net: Net, master: Listening) -> None:
         self.up = Way()
         self.down = Way()
         self.refusing = False
         self.accepted = 0
         self._net = net
         self._master = master
-        self._pairs: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []
+        self._pairs: list[tuple[Any, asyncio.StreamWriter]] = []
         self.port = net.listen(self._host)
 
     @property
@@ -358,17 +366,21 @@ class Proxy:
         if self.refusing:
             _abort(writer)
             return
+        near = await self._receive(reader, writer)
+        if near is None:
+            writer.close()
+            return
         try:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._master.port)
         except OSError:
             _abort(writer)
             return
         self._net.writers.add(far_writer)
-        pair = (writer, far_writer)
+        pair = (near[1], far_writer)
         self._pairs.append(pair)
         ways = (
-            asyncio.ensure_future(self._carry(reader, far_writer, self.up)),
-            asyncio.ensure_future(self._carry(far_reader, writer, self.down)),
+            asyncio.ensure_future(self._carry(near[0], far_writer, self.up)),
+            asyncio.ensure_future(self._carry(far_reader, near[1], self.down)),
         )
         try:
             # As soon as one side has ended, so does the other.
@@ -386,9 +398,16 @@ class Proxy:
                 else:
                     end.close()
 
-    async def _carry(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Way
-    ) -> Action:
+    async def _receive(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> tuple[Any, Any] | None:
+        """What reads from and writes to a client, as streams do; None to close the connection."""
+        return reader, writer
+
+    async def _put(self, writer: Any, data: bytes) -> None:
+        writer.write(data)
+
+    async def _carry(self, reader: Any, writer: Any, way: Way) -> Action:
         """Carry bytes one way until that side ends: CLOSE, or RESET."""
         parcels: asyncio.Queue[tuple[float, bytes] | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -400,11 +419,13 @@ class Proxy:
                     await asyncio.sleep(when - loop.time())
                 while way.holding:
                     await asyncio.sleep(0.001)
-                writer.write(data)
+                await self._put(writer, data)
 
         courier = asyncio.ensure_future(deliver())
         try:
             while data := await reader.read(2**16):
+                if way.gather_ms:
+                    data += await _read_for(reader, way.gather_ms / 1000)
                 way.passed += len(data)
                 passed: bytes | Action = data if way.change is None else way.change(data)
                 if passed is RESET:
@@ -419,6 +440,17 @@ class Proxy:
         finally:
             courier.cancel()
         return CLOSE
+
+
+async def _read_for(reader: Any, seconds: float) -> bytes:
+    """What comes within this time."""
+    data = b""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    with contextlib.suppress(asyncio.TimeoutError):
+        while more := await asyncio.wait_for(reader.read(2**16), end - loop.time()):
+            data += more
+    return data
 
 
 # -- fixtures ----------------------------------------------------------------------------------
