@@ -113,14 +113,17 @@ def _nothing_is_left() -> Iterator[None]:
 FOR_BOTH = names(
     """test_acquire test_calls test_context test_debts test_errors test_extend test_facade
     test_least_permission test_many test_masters_down test_names test_release
-    test_second_connections test_unix_and_ipv6 test_waiting"""
+    test_second_connections test_tls test_unix_and_ipv6 test_waiting"""
 )
 # But for these, which are about the sync one.
 FOR_THREADS = names(
     """test_a_coroutine_function_is_refused
     test_the_janitor_pays_when_the_master_can_be_reached_again
     test_a_dead_master_keeps_one_janitor_only
-    test_a_forked_child_looks_up_for_itself"""
+    test_a_forked_child_looks_up_for_itself
+    test_interrupted_calls_leave_no_key
+    test_forked_children_shake_hands_for_themselves
+    test_a_fork_in_the_middle_of_a_handshake"""
 )
 
 
