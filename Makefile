@@ -10,7 +10,7 @@ CYTHON_SOURCES := $(shell find src -name '*.pyx' -o -name '*.pxd') \
 
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test test-all peer-suites coverage sanitize lint bench bench-quick \
-    bench-instructions smoke test-servers clean FORCE
+    bench-instructions bench-tls smoke test-servers clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 20
@@ -50,6 +50,10 @@ bench-quick: setup ## the same, short and coarse; writes build/bench
 
 bench-instructions: setup ## instructions of one pair, by callgrind
 	$(PY) bench/instructions.py
+
+# On a server that was built with TLS, which is fetched as those of test-servers are.
+bench-tls: setup ## pairs over TLS beside pairs without
+	$(PY) bench/tls.py --server "$$($(PY) tests/servers/run.py --path redis-7.0)"
 
 # Apart from each other, since tests and bench have a conftest each.
 RELAXED := $(addprefix --allow-,untyped-defs incomplete-defs untyped-calls untyped-decorators)

@@ -254,7 +254,6 @@ def test_c63_tls_is_expected_and_does_not_come(
         for _ in range(20):
             _pair(client)
     assert watch.ms < 3 * NT + SLACK_MS
-    eventually(lambda: state_of(client, 2)["errors"] or _pair(client))
     kind = "PROTO" if what == "http" else "timeout"
     eventually(lambda: _fails_with(client, 2, kind))
     assert "TLS" in state_of(client, 2)["cause"]
@@ -359,7 +358,7 @@ def test_c11_what_was_unanswered_is_cleaned_up(
 ) -> None:
     fronts = make_fronts()
     client = make_client(fronts, master_timeout=NT)
-    for master in masters[:2]:
+    for master in list(masters)[:2]:
         master.command("SET", "res", "rival", "PX", HOUR)
     fronts[2].down.holding = True
     with contextlib.suppress(NoQuorum):
@@ -372,7 +371,7 @@ def test_close_pays_debts_over_tls(
 ) -> None:
     fronts = make_fronts()
     client = make_client(fronts)
-    locks = client.acquire_many([f"res {i}" for i in range(100)], HOUR)
+    locks = [lock for lock in client.acquire_many([f"res {i}" for i in range(100)], HOUR) if lock]
     assert client.release_many(locks) == [True] * 100
     client.close()
     assert are_clean(masters)

