@@ -195,3 +195,54 @@ def test_one_right_less_inside_a_script(
             client.release(lock)
         all_have(fresh, "lock:a", lock.token)
     assert state_of(client, 0)["state"] == "ready"
+
+
+@pytest.mark.case("C55")
+def test_c55_without_scripts_a_hundred_times(fresh: LocalMasters, make_client: MakeClient) -> None:
+    """Locks are granted, and end with their ttl; no call asks twice for what is forbidden."""
+    rules = [rule for rule in RULES if "eval" not in rule]
+    client = make_client([*_let_in(fresh, *rules)], master_timeout=NT)
+    locks = []
+    with Monitor(fresh[0]) as monitor:
+        for i in range(100):
+            lock = client.acquire(f"lock:{i}", 3000, wait=5000)
+            assert lock
+            locks.append(lock)
+            with pytest.raises(NoQuorum, match="NOPERM") as caught:
+                client.release(lock)
+            assert set(outcomes(caught.value)) <= {"NOPERM", "unanswered"}
+        assert monitor.commands("DEL") == []
+        assert len(monitor.commands("SET")) == 100
+    # A refusal is counted as an error of its own, and asked for once a call.
+    refused = [row["errors"]["NOPERM"] for row in client.stats()["masters"]]
+    assert max(refused) <= 100
+    last = client.acquire("lock:last", 3000, wait=5000)
+    assert last
+    with pytest.raises(NoQuorum, match="NOPERM"):
+        client.extend(last)
+    eventually(lambda: are_clean(fresh), 10)
+
+
+@pytest.mark.parametrize("renamed", ["CLIENT", "INFO", "SCRIPT"])
+def test_commands_that_were_renamed_away(
+    make_local_masters: MakeLocalMasters, make_client: MakeClient, renamed: str
+) -> None:
+    """What is optional degrades silently."""
+    masters = make_local_masters(3, args=["--rename-command", renamed, ""])
+    client = make_client(masters)
+    for _ in range(3):
+        lock = client.acquire("res", HOUR)
+        assert lock
+        assert client.extend(lock)
+        assert client.owned(lock)
+        assert client.release(lock)
+    assert all(row["errors"] == {} for row in client.stats()["masters"])
+
+
+def test_a_set_that_was_renamed_away(
+    make_local_masters: MakeLocalMasters, make_client: MakeClient
+) -> None:
+    client = make_client(make_local_masters(3, args=["--rename-command", "SET", "HIDDEN"]))
+    with pytest.raises(NoQuorum, match="unknown command") as caught:
+        client.acquire("res", HOUR)
+    assert "ERR" in outcomes(caught.value)
