@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import inspect
+import ipaddress
 import json
 import os
 import pickle
 import socket
 import subprocess
 import sys
-import traceback
 import types
 from collections import UserDict, UserList
 from pathlib import Path
@@ -22,26 +23,17 @@ from urllib.parse import quote
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.settings import CLIENTS, LIBRARIES, one, refused
 
-import redlock_fast
 from redlock_fast._settings import keywords as keywords_module
 from redlock_fast._settings import urls as urls_module
 from redlock_fast.errors import ConfigurationError, RedlockError
 from redlock_fast.options import MAX_MASTERS, MasterOptions, Secret, parse_masters
 
-redis = pytest.importorskip("redis")
-redis_asyncio = pytest.importorskip("redis.asyncio")
-valkey = pytest.importorskip("valkey")
-valkey_asyncio = pytest.importorskip("valkey.asyncio")
+redis, redis_asyncio, valkey, _ = LIBRARIES
 
 case = pytest.mark.case
 PASSWORD = "p@ss:w/rd#?%25$ é"  # C91's
-PACKAGE = os.path.dirname(redlock_fast.__file__)
-
-
-def one(master: Any) -> MasterOptions:
-    (options,) = parse_masters([master])
-    return options
 
 
 def place(options: MasterOptions) -> tuple[socket.AddressFamily, Any]:
@@ -53,30 +45,6 @@ def place(options: MasterOptions) -> tuple[socket.AddressFamily, Any]:
 
 def revealed(options: MasterOptions) -> bytes | None:
     return None if options.password is None else options.password.reveal()
-
-
-def refused(masters: Any, *secrets: str) -> str:
-    """The message of the refusal, after a look into all that hangs on it."""
-    with pytest.raises(ConfigurationError) as info:
-        parse_masters(masters)
-    error = info.value
-    assert error.__cause__ is None
-    assert error.__context__ is None
-    frames = [
-        (frame, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_filename.startswith(PACKAGE)
-    ]
-    assert len(frames) == 1  # only `parse_masters` itself
-    shown = [str(error), repr(error), repr(error.args)]
-    shown += traceback.StackSummary.extract(iter(frames), capture_locals=True).format()
-    for frame, _ in frames:
-        assert "masters" not in frame.f_locals
-        shown += map(repr, frame.f_locals.values())
-    for secret in secrets:
-        for form in (secret, quote(secret), quote(secret, safe="")):
-            assert not any(form in text for text in shown), shown
-    return str(error)
 
 
 # ---- the sequence ----------------------------------------------------------------------------
@@ -348,6 +316,16 @@ def test_true_texts(value: str) -> None:
     assert one({"ssl": value}).tls is not None
 
 
+def test_urls_of_valkey() -> None:
+    for rest in ("", "u:p@10.0.0.7:7/3?client_name=n", "[::1]", "r.example?db=2"):
+        assert one(f"valkey://{rest}") == one(f"redis://{rest}")
+        parsed = valkey.ConnectionPool.from_url(f"valkey://{rest}").connection_kwargs
+        assert parsed == redis.connection.parse_url(f"redis://{rest}")
+    secure = one("valkeys://u:p@r.example:7/3")
+    assert secure.tls is not None
+    assert dataclasses.replace(secure, tls=None) == one("redis://u:p@r.example:7/3")
+
+
 PIECES = ["redis://", "unix://", "127.0.0.1", "10.0.0.7", "[::1]", "localhost", ":", "6379", "/"]
 PIECES += ["?", "db=", "&", "port=", "host=", "password=", "username=", "#", "@", "[", "]", "%"]
 PIECES += ["%25", "1", "0", "00", "+", " ", "a", "::1", "ü", ";", "=", "path=/x", "-"]
@@ -496,6 +474,77 @@ def test_client_name() -> None:
         assert "client_name must be printable" in refused([{"client_name": name}])
 
 
+# ---- credential providers --------------------------------------------------------------------
+
+
+class Provider:
+    """One of ours, which needs no base class."""
+
+    def get_credentials(self) -> tuple[str, str]:
+        return "u5er", "S3cr3t!"
+
+    def __repr__(self) -> str:
+        return "S3cr3t!"
+
+
+class Unhashable(Provider):
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Async:
+    async def get_credentials(self) -> tuple[str, str]:
+        return "u5er", "S3cr3t!"
+
+
+@CLIENTS
+def test_credential_providers(module: Any, name: str) -> None:
+    make = getattr(module, name)
+    library = importlib.import_module(f"{name.lower()}.credentials")
+    of_the_library = library.UsernamePasswordCredentialProvider("u5er", "S3cr3t!")
+    for provider in (Provider(), Unhashable(), of_the_library):
+        for master in (
+            {"credential_provider": provider},
+            {"credential_provider": provider, "username": None, "password": ""},
+            {"credential_provider": provider, "unix_socket_path": "/tmp/x"},
+            make(credential_provider=provider),
+            make(credential_provider=provider, ssl=True),
+            make.from_url("redis://localhost", credential_provider=provider),
+        ):
+            options = one(master)
+            assert options.credential_provider is provider
+            assert (options.username, options.password) == (None, None)
+            assert "S3cr3t!" not in repr(options)
+            assert "credential_provider" not in repr(options)
+            assert hash(options) == hash(dataclasses.replace(options, credential_provider=None))
+            assert options != dataclasses.replace(options, credential_provider=Provider())
+
+
+@case("C151")
+@pytest.mark.parametrize(
+    "provider",
+    ["S3cr3t!", b"S3cr3t!", ("u5er", "S3cr3t!"), 5, object(), lambda: "S3cr3t!", Provider, True],
+)
+def test_what_is_no_credential_provider(provider: Any) -> None:
+    message = refused([{"credential_provider": provider}], "S3cr3t!", "u5er")
+    assert message.endswith("credential_provider must be an object with a get_credentials method")
+
+
+@case("C151")
+def test_a_credential_provider_for_asyncio_only() -> None:
+    message = refused([{"credential_provider": Async()}], "S3cr3t!", "u5er")
+    assert message.endswith("get_credentials must be no coroutine function")
+
+
+@case("C151")
+@CLIENTS
+def test_a_credential_provider_beside_a_password(module: Any, name: str) -> None:
+    for more in ({"username": "u5er"}, {"password": "S3cr3t!"}, {"password": b"S3cr3t!"}):
+        keywords = {"credential_provider": Provider(), **more}
+        for master in (keywords, getattr(module, name)(**keywords)):
+            message = refused([master], "S3cr3t!", "u5er")
+            assert message.endswith("cannot be given together with username or password")
+
+
 # ---- no secret gets out ----------------------------------------------------------------------
 
 LEAKY = "S3cr3t!"
@@ -522,6 +571,7 @@ KWARGS = {"password": LEAKY, "username": "u5er"}
                 "127.0.0.1?socket_timeout=x",
                 "127.0.0.1?client_name=%00",
                 "127.0.0.1\n",
+                "127.0.0.1?ssl_ca_certs=x",
                 "127.0.0.1?password=\ud800",
                 "[fe80::1%nosuchif]",
             )
@@ -551,6 +601,12 @@ KWARGS = {"password": LEAKY, "username": "u5er"}
         {**KWARGS, "host": f"{LEAKY}.example"},
         {**KWARGS, f"redis://:{LEAKY}@127.0.0.1": 1},
         {**KWARGS, "credential_provider": LEAKY},
+        {**KWARGS, "ssl": True, "ssl_ca_certs": LEAKY},
+        {**KWARGS, "ssl": True, "ssl_certfile": LEAKY, "ssl_password": LEAKY},
+        {**KWARGS, "ssl": True, "ssl_ca_data": LEAKY},
+        f"rediss://u5er:{LEAKY}@127.0.0.1?ssl_cert_reqs={LEAKY}",
+        f"rediss://u5er:{LEAKY}@127.0.0.1?ssl_ca_certs={LEAKY}",
+        f"valkeys://u5er:{LEAKY}@127.0.0.1?ssl_ciphers={LEAKY}",
         {**KWARGS, "client_name": f"{LEAKY} x"},
         {**KWARGS, "unix_socket_path": "x" * 200},
         redis.Redis(password=LEAKY, username="u5er", host="redis..example"),
@@ -718,6 +774,7 @@ def test_dbs_that_are_refused(db: Any) -> None:
         ({"host": None}, "host must be str, not NoneType"),
         ({"host": b"127.0.0.1"}, "host must be str, not bytes"),
         ({"host": 5}, "host must be str, not int"),
+        ({"host": ipaddress.ip_address("127.0.0.1")}, "host must be str, not IPv4Address"),
         ({"ssl": 1, "unix_socket_path": "/tmp/x"}, "TLS over a unix socket is not supported"),
         ({"redis_connect_func": print}, "redis_connect_func is not supported"),
         ({"valkey_connect_func": print}, "valkey_connect_func is not supported"),
@@ -824,6 +881,130 @@ def test_ipv6_that_is_refused(host: str) -> None:
         assert "neither an IP address nor a possible host name" in refused([{"host": host}])
 
 
+@pytest.mark.parametrize(
+    ("given", "host"),
+    [
+        ("redis.example", "redis.example"),
+        ("Redis.EXAMPLE", "redis.example"),
+        ("redis.example.", "redis.example."),
+        ("redis", "redis"),
+        ("redis-0.redis_svc.ns", "redis-0.redis_svc.ns"),
+        ("_r", "_r"),
+        ("1.2.3.4.example", "1.2.3.4.example"),
+        ("0x7f.example", "0x7f.example"),
+        ("localhost.localdomain", "localhost.localdomain"),
+        ("xn--kse-qla.example", "xn--kse-qla.example"),
+        ("käse.example", "xn--kse-qla.example"),
+        ("KÄSE。example.", "xn--kse-qla.example."),
+        ("例え.テスト", "xn--r8jz45g.xn--zckzah"),
+        (f"{'a' * 63}.{'b' * 63}.{'c' * 63}.{'d' * 61}", None),
+        (f"{'a' * 63}.{'b' * 63}.{'c' * 63}.{'d' * 61}.", None),
+    ],
+)
+def test_host_names(given: str, host: str | None) -> None:
+    host = host or given
+    for master in (
+        f"redis://{given}:7/1",
+        f"redis://{quote(given)}:7/1",
+        f"redis://?host={quote(given)}&port=7&db=1",
+        {"host": given, "port": 7, "db": 1},
+        redis.Redis(host=given, port=7, db=1),
+    ):
+        options = one(master)
+        assert (options.places, options.host, options.port) == ((), host, 7)
+        assert (options.address, options.db) == (f"{host}:7", 1)
+    assert one({"host": given}).port == 6379
+
+
+@pytest.mark.parametrize("given", ["localhost", "LocalHost", "localhost.", "ｌocalhost"])
+def test_localhost_needs_no_look_up(given: str) -> None:
+    options = one({"host": given, "port": 7})
+    assert options.places == (
+        (socket.AF_INET, ("127.0.0.1", 7)),
+        (socket.AF_INET6, ("::1", 7, 0, 0)),
+    )
+    assert (options.address, options.host, options.port) == ("localhost:7", None, 0)
+
+
+@case("C151")
+@pytest.mark.parametrize(
+    "host",
+    [
+        "",
+        ".",
+        "..",
+        ".r",
+        "r..example",
+        "r.example..",
+        "-r",
+        "r-",
+        "r.-r",
+        "r example",
+        " r.example",
+        "r.example ",
+        "r.example\n",
+        "r\0",
+        "r.example:6379",
+        "r.example/0",
+        "u:p@r.example",
+        "p@r.example",
+        "redis://r.example",
+        "redis://:S3cr3t!@r.example:6379/0",
+        "r%lo",
+        "r%41",
+        "[r]",
+        "[localhost]",
+        "[127.0.0.1]",
+        "127.0.0.1%lo",
+        "127.0.0.1:6379",
+        "127.0.0.1/32",
+        "r*",
+        "*.r",
+        "a" * 64,
+        f"{'a' * 63}.{'b' * 63}.{'c' * 63}.{'d' * 62}",
+        "ä" * 60,
+        "ä" * 10**6,
+        "a" * 10**6,
+        "r／example",
+        "u：p＠r",
+        "r\u200b.\ud800",
+        "ß.\u200f",
+    ],
+)
+def test_host_names_that_are_refused(host: str) -> None:
+    message = refused([{"host": host, "password": "S3cr3t!"}], "S3cr3t!")
+    assert message.startswith("masters[0]: host ")
+    assert message.isascii()
+    if len(host) > 9:
+        assert host not in message
+
+
+@pytest.mark.parametrize(
+    "host", ["127.1", "0", "2130706433", "0x7f.1", "0x7f000001", "10.0.0.256", "127.0.0.01", "1.2."]
+)
+def test_what_a_resolver_would_take_for_an_address(host: str) -> None:
+    """As getaddrinfo reads it: 127.1 is 127.0.0.1, and 010.0.0.1 is 8.0.0.1."""
+    assert "host ends in a number, but is no IPv4 address" in refused([{"host": host}])
+
+
+@pytest.mark.parametrize("host", ["straße.example", "ς.example", "a\u200db", "a\u200cb"])
+def test_names_that_two_standards_encode_differently(host: str) -> None:
+    assert "use xn--" in refused([{"host": host}])
+
+
+@given(st.text(max_size=30))
+def test_any_text_as_a_host(host: str) -> None:
+    try:
+        options = one({"host": host})
+    except ConfigurationError:
+        return
+    assert options.address.isascii()
+    assert options.address.isprintable()
+    assert options.places or options.host
+    if options.host is not None:
+        assert host.encode("idna").decode().lower() == options.host
+
+
 def test_ipv4_mapped_ipv6() -> None:
     options = one("redis://[::ffff:10.0.0.7]:7")
     assert place(options) == (socket.AF_INET, ("10.0.0.7", 7))
@@ -922,18 +1103,6 @@ def test_the_socket_takes_the_address(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 # ---- clients --------------------------------------------------------------------------------
-
-
-CLIENTS = pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        (redis, "Redis"),
-        (redis_asyncio, "Redis"),
-        (valkey, "Valkey"),
-        (valkey_asyncio, "Valkey"),
-    ],
-    ids=["redis", "redis.asyncio", "valkey", "valkey.asyncio"],
-)
 
 
 @CLIENTS

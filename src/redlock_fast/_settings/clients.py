@@ -36,37 +36,43 @@ def keywords_of_client(client: object) -> tuple[dict[str, object], frozenset[str
     if kind.__module__ not in _CONNECTIONS:
         raise Refused(f"connections of class {_name(kind)} are not supported")
     given = dict(keywords)
+    parameters = _parameters(kind)
     if "SSL" in kind.__name__:
         given["ssl"] = True
-        _forget_default(given, kind)
+        _forget_default(given, parameters)
     if "Unix" in kind.__name__:
         given["unix_socket_path"] = given.pop("path", "")
     # What this very library takes is known too, so that a newer one's internals do no harm. Not so
     # a TLS option that somebody has set: it may ask for more protection than there would be.
-    bases = [base for base in kind.__mro__ if _root(base) in _LIBRARIES]
-    known = set(KNOWN)
-    for parameter in (p for base in bases for p in inspect.signature(base).parameters.values()):
-        name, default = parameter.name, parameter.default
-        if not name.startswith("ssl") or given.get(name, default) is default:
-            known.add(name)
-    return given, frozenset(known)
+    known = {
+        name
+        for name, default in parameters.items()
+        if not name.startswith("ssl_") or given.get(name, default) is default
+    }
+    return given, KNOWN | known
 
 
-def _forget_default(given: dict[str, object], kind: type) -> None:
+def _parameters(kind: type) -> dict[str, object]:
+    """All that a connection class takes, and the defaults."""
+    found: dict[str, object] = {}
+    for base in kind.__mro__:
+        if _root(base) in _LIBRARIES:
+            for parameter in inspect.signature(base).parameters.values():
+                found.setdefault(parameter.name, parameter.default)
+    return found
+
+
+def _forget_default(given: dict[str, object], parameters: dict[str, object]) -> None:
     """Drop `ssl_check_hostname=False` where nobody may have asked for it.
 
     It is the default of redis-py before 6.0 and of valkey-py. Their constructors hand all TLS
     options to the pool, so that a default and a wish look the same: the safe one is taken then.
     From `from_url`, or a pool that the user made, come only options that somebody has given.
     """
-    parameters = inspect.signature(kind).parameters
     options = {name for name in parameters if name.startswith("ssl_")}
-    all_given = options <= given.keys()
-    if (
-        all_given
-        and given["ssl_check_hostname"] is parameters["ssl_check_hostname"].default is False
-    ):
-        del given["ssl_check_hostname"]
+    name = "ssl_check_hostname"
+    if options <= given.keys() and given.get(name) is parameters.get(name) is False:
+        del given[name]
 
 
 def _check_class(cls: type) -> None:
