@@ -9,7 +9,7 @@ CYTHON_SOURCES := $(shell find src -name '*.pyx' -o -name '*.pxd') \
     $(addprefix src/redlock_fast/,$(addsuffix .py,rules arguments resolve plan holds client asyncio))
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all peer-suites coverage sanitize lint bench bench-quick \
+.PHONY: help setup demo test test-all peer-suites coverage sanitize lint docs bench bench-quick \
     bench-instructions bench-tls smoke test-servers clean FORCE
 
 help: ## this list
@@ -70,6 +70,9 @@ lint: setup ## style, types and workflows
 	$(PY) -m mypy.stubtest $(STUBTEST) redlock_fast
 	$(VENV)/bin/zizmor --quiet --offline .github
 
+docs: setup $(VENV)/docs-tools ## the documentation, as build/docs/index.html
+	$(PY) -m sphinx -W --keep-going -q -E -b html docs build/docs
+
 # In copies of the tree: these modules are slow, and the C files of traced ones must lie beside the
 # sources, where coverage looks for them.
 COPY := $(CURDIR)/build/copy
@@ -126,6 +129,11 @@ $(PY):
 
 $(VENV)/build-tools: pyproject.toml $(PY)
 	$(PIP_INSTALL) 'setuptools>=77' 'Cython>=3.1,<4'
+	@touch $@
+
+# Not part of setup: tests do without.
+$(VENV)/docs-tools: pyproject.toml | $(VENV)/installed
+	$(PIP_INSTALL) --no-build-isolation --check-build-dependencies -e '.[docs]'
 	@touch $@
 
 # Changes only when the switches do.
