@@ -21,6 +21,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_docstring_signature = False  # Cython's first line has `self` in it
 
+smartquotes = False  # quotes are part of what is said
 nitpicky = True
 # Types of other packages, of which no list is at hand.
 nitpick_ignore_regex = [

@@ -32,7 +32,7 @@ from redlock_fast.testing import LocalMasters, MakeLocalMasters
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # What some examples need and these tests do not have.
-MISSING: frozenset[str] = frozenset({"tls", "names", "credentials", "valkey"})
+MISSING: frozenset[str] = frozenset({"tls", "names", "credentials"})
 
 BLOCK = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Masters are 10.0.0.1 to 10.0.0.5, or 127.0.0.1 with these ports.
