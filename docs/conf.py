@@ -14,7 +14,6 @@ copyright = author  # noqa: A001 - Sphinx's name for it
 release = version = importlib.metadata.version("redlock-fast")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "docstrings"]
-myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
