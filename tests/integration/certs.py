@@ -44,6 +44,7 @@ class Certs:
         server: for 127.0.0.1, ::1 and localhost.
         names: for localhost, redis.example and *.wild.example, but for no address.
         other: for other.example.
+        docs: for *.example.org, which the documents name.
         expired: for all that `server` is for, until yesterday.
         stranger: for all that `server` is for, signed by the other authority.
         client: for a client.
@@ -69,6 +70,7 @@ class Certs:
             "names", authority.issue_cert("localhost", "redis.example", "*.wild.example")
         )
         self.other = self._identity("other", authority.issue_cert("other.example"))
+        self.docs = self._identity("docs", authority.issue_cert("*.example.org"))
         self.expired = self._identity(
             "expired",
             authority.issue_cert(

@@ -9,7 +9,6 @@ right before a block, which nobody sees on the page, says what else is meant:
     <!-- server -->       a server's configuration: a server starts with it
     <!-- file: NAME -->   goes to a file of that name, for the next shell block
     <!-- shell -->        a shell block that runs; others are for the reader
-    <!-- needs: THING --> has no THING here (see `MISSING`): is only compiled
 """
 
 from __future__ import annotations
@@ -20,29 +19,32 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from integration.certs import Certs
 from integration.helpers import are_clean, eventually
+from integration.tls_front import MakeTlsFront
 
 from redlock_fast.testing import LocalMasters, MakeLocalMasters
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# What some examples need and these tests do not have.
-MISSING: frozenset[str] = frozenset({"tls", "names", "credentials"})
-
+NOTE = re.compile(r"|commands|server|shell|file: \S+")
 BLOCK = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-# Masters are 10.0.0.1 to 10.0.0.5, or 127.0.0.1 with these ports.
+# Masters are 10.0.0.1 to 10.0.0.5; or 127.0.0.1 with these ports; or redis-1.example.org and so on,
+# with TLS on port 6380.
 PORTS = ("6379", "6380", "6381")
-ELSEWHERE = re.compile(r"""10\.0\.0\.([1-5])(?!\d)((?:["'], ["']?port["']?(?:: |=)|:)?)(?:6379)?""")
+ELSEWHERE = re.compile(
+    r"""(?:10\.0\.0\.([1-5])|127\.0\.0\.1)(?!\d)((?:["'], ["']?port["']?(?:: |=)|:)?)(\d{4})?"""
+)
 
-# Runs a page: on stdin [file, [[line, code, output or null], ...]].
+# Runs a page: on stdin [file, names, [[line, code, output], ...]]; names: {"host:port": port here}.
 # A stalled test machine is no defect of an example, so clients are patient.
 SESSION = """
-import contextlib, doctest, io, json, logging, sys, warnings
+import contextlib, doctest, io, json, logging, socket, sys, warnings
 
 import redlock_fast, redlock_fast.asyncio
 from redlock_fast.compat import redlock_py
@@ -58,7 +60,12 @@ warnings.filterwarnings("ignore", "This process .* is multi-threaded", Deprecati
 # Pages that kill masters get warnings.
 logging.getLogger("redlock_fast").addHandler(logging.NullHandler())
 
-file, blocks = json.load(sys.stdin)
+file, names, blocks = json.load(sys.stdin)
+resolve = socket.getaddrinfo
+socket.getaddrinfo = lambda host, port, *args, **keywords: resolve(
+    *(("127.0.0.1", names[f"{host}:{port}"]) if str(host).endswith(".org") else (host, port)),
+    *args, **keywords
+)
 session = {"__name__": "__main__"}
 for line, code, expected in blocks:
     out = io.StringIO()
@@ -102,28 +109,69 @@ def _placed(text: str, masters: LocalMasters) -> str:
     """The same, with the addresses of these masters."""
 
     def place(match: re.Match[str]) -> str:
-        return f"127.0.0.1{match[2] or ':'}{masters.ports[int(match[1]) - 1]}"
+        if match[1]:
+            return f"127.0.0.1{match[2] or ':'}{masters.ports[int(match[1]) - 1]}"
+        if match[3] in PORTS:
+            return f"127.0.0.1{match[2]}{masters.ports[PORTS.index(match[3])]}"
+        return match[0]
 
-    text = ELSEWHERE.sub(place, text)
-    real = dict(zip(PORTS, map(str, masters.ports), strict=False))
-    return re.sub(r"(?<![\d.])\d{4}(?![\d.])", lambda m: real.get(m[0], m[0]), text)
-
-
-def _is_missing(block: Block) -> bool:
-    kind, _, thing = block.note.partition(": ")
-    return kind == "needs" and thing in MISSING
+    return ELSEWHERE.sub(place, text)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_pages_run(page: Path, make_local_masters: MakeLocalMasters, tmp_path: Path) -> None:
-    masters = make_local_masters(5)
+@pytest.fixture(params=PAGES, ids=lambda page: page.name)
+def page(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.param
+    return found
+
+
+@pytest.fixture
+def files(page: Path, request: pytest.FixtureRequest) -> dict[str, str]:
+    """Files that the page names, by what stands for them here."""
+    if "/etc/locks/" not in page.read_text():
+        return {}
+    certs: Certs = request.getfixturevalue("certs")
+    return {
+        "/etc/locks/ca.pem": certs.ca,
+        "/etc/locks/client.pem": certs.client.cert,
+        "/etc/locks/client.key": certs.client.key,
+    }
+
+
+@pytest.fixture
+def masters(make_local_masters: MakeLocalMasters) -> LocalMasters:
+    return make_local_masters(5)
+
+
+@pytest.fixture
+def names(page: Path, masters: LocalMasters, request: pytest.FixtureRequest) -> dict[str, int]:
+    """Where the names of the page are here; the third one's TLS asks for a certificate."""
+    found = {}
+    if "example.org" in page.read_text():
+        certs: Certs = request.getfixturevalue("certs")
+        make_tls_front: MakeTlsFront = request.getfixturevalue("make_tls_front")
+        for i, master in enumerate(masters, 1):
+            front = make_tls_front(master, identity=certs.docs, client_certs=i == 3)
+            found[f"redis-{i}.example.org:6379"] = master.port
+            found[f"redis-{i}.example.org:6380"] = front.port
+    return found
+
+
+def test_pages_run(
+    page: Path,
+    masters: LocalMasters,
+    names: dict[str, int],
+    files: dict[str, str],
+    make_local_masters: MakeLocalMasters,
+    tmp_path: Path,
+) -> None:
     session = []
     for block in _all(page):
         where = f"{page}:{block.line}"
         code = _placed(block.text, masters)
-        if _is_missing(block):
-            compile(block.text, where, "exec")
-        elif block.note == "commands":
+        for theirs, ours in files.items():
+            code = code.replace(theirs, ours)
+        assert NOTE.fullmatch(block.note), where
+        if block.note == "commands":
             for words in map(shlex.split, code.splitlines()):
                 assert [master.command(*words) for master in masters] == [b"OK"] * 5, where
         elif block.note == "server":
@@ -135,28 +183,34 @@ def test_pages_run(page: Path, make_local_masters: MakeLocalMasters, tmp_path: P
         elif block.note == "shell":
             _run("sh", "-ec", code, where=where, cwd=tmp_path)
         elif block.language == "python":
-            assert not block.note or block.note.startswith("needs: "), where
+            assert not block.note, where
             session.append((block.line, code, _placed(block.prints, masters)))
         else:
             assert not block.note, where
     done = _run(
         *(sys.executable, "-W", "error", "-c", SESSION),
         where=str(page),
-        given=json.dumps([str(page), session]),
+        given=json.dumps([str(page), names, session]),
+        # The system's authorities, as far as a page can know.
+        env={"SSL_CERT_FILE": files["/etc/locks/ca.pem"]} if files else {},
     )
     assert done.stderr == ""
     eventually(lambda: are_clean(masters))
 
 
 def _run(
-    *command: str, where: str, given: str = "", cwd: Path | None = None
+    *command: str,
+    where: str,
+    given: str = "",
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         command,
         input=given,
         cwd=cwd,
-        env={**os.environ, "PATH": path},
+        env={**os.environ, "PATH": path, **(env or {})},
         capture_output=True,
         text=True,
         timeout=60,
@@ -164,13 +218,3 @@ def _run(
     )
     assert done.returncode == 0, f"{where}\n{done.stdout}{done.stderr}"
     return done
-
-
-def test_every_note_of_a_block_means_something() -> None:
-    known = re.compile(r"|commands|server|shell|file: \S+|needs: (\w+)")
-    for page in PAGES:
-        for block in _all(page):
-            match = known.fullmatch(block.note)
-            assert match, f"{page}:{block.line}: {block.note}"
-            # What is missing nowhere any more needs no note.
-            assert match[1] is None or match[1] in MISSING, f"{page}:{block.line}: {block.note}"
