@@ -82,15 +82,16 @@ class Redlock(BaseClient):
     The constructor does no I/O. All durations are whole milliseconds (int or timedelta).
 
     Args:
-        masters: sequence of URL texts, dicts of redis-py keywords, or `redis.Redis` clients, whose
-            address, db and credentials are used.
+        masters: sequence of URL texts, dicts of redis-py keywords, or clients of redis-py or
+            valkey-py, whose address, db, credentials and TLS settings are used.
         retries: tries after the first one; 0: exactly one try.
         retry_delay: upper bound of the random pause between tries, uniform(0, retry_delay). 200 is
             what the clients in the field use.
         clock_drift_factor: share of a ttl that the client's and a server's clock may be wrong by
             together; 0.01 as on the Redlock page's reference client.
         master_timeout: a try ends at most so long after its start, connecting included.
-        connect_timeout: bound of connect and handshake of one connection; goes on across tries.
+        connect_timeout: bound of one connection's look-up, connect, TLS and log-in; goes on across
+            tries.
 
     Raises:
         ConfigurationError: a master that makes no sense, is named twice, or is not supported.

@@ -34,9 +34,9 @@ class Report(NamedTuple):
         address: `host:port` or `unix:/path` of the master.
         outcome: one word. Answers: `granted`, `taken` (acquire); `ours`, `foreign`, `missing`
             (extend, release, owned). No answer: `timeout` (in this round), `suspect` (silent since
-            before it), `connecting`, `refused`, `closed`, `busy` (owes too many replies),
-            `unanswered` (the round was decided without it), `unasked` (it never got the lock's
-            SET). Or the kind of error: `NOPERM`, `LOADING`, `CONFIG`, `PROTO`, ...
+            before it), `connecting`, `refused`, `unresolved` (its name), `closed`, `busy` (owes too
+            many replies), `unanswered` (the round was decided without it), `unasked` (it never got
+            the lock's SET). Or the kind of error: `NOPERM`, `LOADING`, `CONFIG`, `PROTO`, ...
         cause: the text behind an error, else "".
         ms: from the start of the round to this answer, in milliseconds; None when none came.
     """
