@@ -113,7 +113,7 @@ def _nothing_is_left() -> Iterator[None]:
 FOR_BOTH = names(
     """test_acquire test_calls test_context test_debts test_errors test_extend test_facade
     test_least_permission test_many test_masters_down test_names test_release
-    test_second_connections test_tls test_unix_and_ipv6 test_waiting"""
+    test_over_tls test_second_connections test_unix_and_ipv6 test_waiting"""
 )
 # But for these, which are about the sync one.
 FOR_THREADS = names(

@@ -127,6 +127,7 @@ cdef class Driver:
         self.write_callback = self._on_writable
         self.timer_callback = self._on_timer
         self.answer_callback = self._on_answer
+        fleet.ask = partial(ask, wake=weakref.ref(self))
         self._forget()
         _drivers.add(self)
 
@@ -730,14 +731,8 @@ cdef class Driver:
         cdef object place, sock = None
         cdef bint opened
         cdef Chan c
-        if link.state == DOWN:
-            link.dialing(now, now + self.fleet.connect_ns)
-        if link.asks():
-            link.asked(ask(link.options, weakref.ref(self)), now)
-        place = link.next_place(now)
+        place = self.fleet.place_to_dial(link, now)
         if place is None:
-            if link.state == DOWN:
-                self.fleet.after_break(link)
             return 0
         try:
             c = Chan.__new__(Chan)

@@ -19,6 +19,7 @@ cdef class Fleet:
     cdef readonly int slots         # n; or 2 n while there is a rival, whose slot is n + its index
     cdef void* at[2 * MAX_MASTERS]  # by slot, borrowed from `links` and `rivals`; NULL: no rival
     cdef object jitter
+    cdef public object ask          # (options) -> resolve.Answer
     cdef readonly list news         # (address, word, cause), for the log; the driver empties it
     cdef readonly int64_t patience_ns
     cdef readonly int64_t connect_ns
@@ -40,6 +41,7 @@ cdef class Fleet:
     cdef bint overdue(self, int64_t now) noexcept
     cpdef int judge(self, int64_t now) except -1
     cpdef uint64_t due(self, int64_t now) except? 0xFFFFFFFFFFFFFFFF
+    cdef object place_to_dial(self, Link link, int64_t now)
     cpdef int drop_rival(self, int i) except -1
     cpdef int promote(self, int i, int64_t now) except -1
     cdef int _kin(self, Link link, int64_t now) except -1

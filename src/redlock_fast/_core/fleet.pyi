@@ -19,6 +19,7 @@ class Fleet:
     connect_ns: int
     forks: int
     sealed: bool
+    ask: Callable[[MasterOptions], Answer] | None
     def __new__(
         cls,
         masters: Sequence[MasterOptions],

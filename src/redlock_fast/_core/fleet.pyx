@@ -42,6 +42,9 @@ cdef int64_t LAPSE_MARGIN_NS = 10_000_000_000
 cdef class Fleet:
     """The masters of one client.
 
+    Attributes:
+        ask: given by who drives: `resolve.ask`, for one that is to be woken.
+
     Args:
         masters: sequence of `options.MasterOptions`, at most 32.
         patience_ns: `master_timeout`; a round ends so long after its start.
@@ -395,6 +398,21 @@ cdef class Fleet:
             if link.state == DOWN and now >= link.retry_ns or link.moves():
                 bits |= <uint64_t> 1 << i
         return bits
+
+    cdef object place_to_dial(self, Link link, int64_t now):
+        """Begin a dial, or go on with one: where to connect to, as (family, sockaddr).
+
+        None: that is being asked, or there is no place.
+        """
+        cdef object place
+        if link.state == DOWN:
+            link.dialing(now, now + self.connect_ns)
+        if link.asks():
+            link.asked(self.ask(link.options), now)
+        place = link.next_place(now)
+        if place is None and link.state == DOWN:
+            self.after_break(link)
+        return place
 
     cpdef int drop_rival(self, int i) except -1:
         """No second connection any more."""

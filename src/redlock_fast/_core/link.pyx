@@ -13,7 +13,6 @@ out first on the next connection.
 Never: system calls, clocks, Python code of the user. All under the GIL.
 """
 
-import ssl
 from collections import deque
 
 cimport cython
@@ -22,7 +21,7 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdlib cimport free, realloc
 
 from redlock_fast._core.op cimport ACQUIRE, FAIL, NO_SCRIPT, RELEASE, Op, Vote
-from redlock_fast._core.seal cimport Seal, seal_trouble
+from redlock_fast._core.seal cimport Seal
 from redlock_fast._core.wire cimport (
     ERROR,
     INTEGER,
@@ -524,7 +523,7 @@ cdef class Link:
     # another's, or on another connection, when it is back.
 
     cdef int encrypt(self, int64_t now) except -1:
-        """Put what is queued into records. Raises only what signal handlers do."""
+        """Put what is queued into records. Raises what signal handlers do."""
         cdef Seal seal = self.seal
         cdef bytes data
         try:
@@ -534,14 +533,11 @@ cdef class Link:
                 data = self.out.p[:self.out.n]
                 self.out.n = 0
                 seal.write(data)
-        except BaseException as error:
-            if not isinstance(error, ssl.SSLError):
-                if self.seal is seal:
-                    self.broke("closed", "interrupted in the middle of TLS", now)
-                raise
-            seal.trouble = seal_trouble(error)
-            self.seal_broke(now)
-        return 0
+        except BaseException:
+            if self.seal is seal:
+                self.broke("closed", "interrupted in the middle of TLS", now)
+            raise
+        return self.seal_broke(now)
 
     cdef int unseal(self, bytes records, int64_t now) except -1:
         """Take out of records what the server said, to be fed. Raises as `encrypt` does."""
@@ -549,12 +545,10 @@ cdef class Link:
         cdef bint was_open = seal.open
         try:
             seal.read(records)
-        except BaseException as error:
-            if not isinstance(error, ssl.SSLError):
-                if self.seal is seal:
-                    self.broke("closed", "interrupted in the middle of TLS", now)
-                raise
-            seal.trouble = seal_trouble(error)
+        except BaseException:
+            if self.seal is seal:
+                self.broke("closed", "interrupted in the middle of TLS", now)
+            raise
         if self.seal is seal and seal.open and not was_open:
             self.hello(now)
         return 0

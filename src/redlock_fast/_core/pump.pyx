@@ -13,6 +13,7 @@ Signal handlers run between waits, when this thread holds neither the mutex nor 
 import contextlib
 import os
 import weakref
+from functools import partial
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
@@ -92,6 +93,7 @@ cdef class Pump:
         self.mover = Mover(fleet.n)
         self.tick_ns = TICK_NS
         self.dials = []
+        fleet.ask = partial(ask, wake=weakref.ref(self))
         _pumps.add(weakref.ref(self, _pumps.discard))
 
     # -- a round -----------------------------------------------------------------------------------
@@ -480,14 +482,8 @@ cdef class Pump:
         cdef object place, sock = None
         cdef str local
         cdef bint opened
-        if link.state == DOWN:
-            link.dialing(now, now + self.fleet.connect_ns)
-        if link.asks():
-            link.asked(ask(link.options, weakref.ref(self)), now)
-        place = link.next_place(now)
+        place = self.fleet.place_to_dial(link, now)
         if place is None:
-            if link.state == DOWN:
-                self.fleet.after_break(link)
             return 0
         try:
             sock, opened, local = open_socket(place, self.dials)

@@ -18,7 +18,5 @@ cdef class Seal:
     cdef int write(self, bytes data) except -1
     cdef int read(self, bytes records) except -1
     cdef int _drain(self) except -1
+    cdef int _failed(self, object error) except -1
     cdef int _measure(self) except -1
-
-
-cdef tuple seal_trouble(object error)

@@ -1,20 +1,21 @@
 """TLS of one connection: the link's bytes on one side, records on the other.
 
 Given `tls.TlsOptions`, shakes hands, puts commands into records (`write`, to `out`) and takes
-replies out of them (`read`, to `plain`), with Python's `ssl` over `MemoryBIO`. Driven by the link.
+replies out of them (`read`, to `plain`), with Python's `ssl` over `MemoryBIO`. Driven by the link,
+which is told of an end by `trouble`.
 
 Never: system calls, clocks. But OpenSSL runs with the GIL given up, on an object that only one
 thread may use at a time: whoever drives the link sees to that. And `ssl` runs signal handlers in
-between: when something is raised that is no `SSLError`, nobody knows what was done, and the
-connection has to be given up.
+between: when anything is raised here, nobody knows what was done, and the connection has to be
+given up.
 """
-
-import ssl
 
 from redlock_fast._core.wire cimport buf_free, buf_put
 
 cdef enum:
     MOST = 4096             # bytes taken out at a time
+
+cdef object ssl = None      # the module; nobody pays for its import who needs no TLS
 
 
 cdef class Seal:
@@ -25,6 +26,9 @@ cdef class Seal:
     """
 
     def __cinit__(self, options):
+        global ssl
+        if ssl is None:
+            import ssl
         self.options = options
         self.due = True
 
@@ -47,9 +51,9 @@ cdef class Seal:
             self._measure()
         except ssl.SSLWantReadError:
             pass
-        finally:
-            self._drain()       # an alert, too, says why
-        return 0
+        except ssl.SSLError as error:
+            self._failed(error)
+        return self._drain()
 
     cdef int _measure(self) except -1:
         cdef str name = self.tls.cipher()[0]
@@ -61,12 +65,15 @@ cdef class Seal:
 
     cdef int write(self, bytes data) except -1:
         """Put bytes into records."""
-        # With a MemoryBIO, which takes everything, this is all or nothing.
-        self.tls.write(data)
+        try:
+            # With a MemoryBIO, which takes everything, this is all or nothing.
+            self.tls.write(data)
+        except ssl.SSLError as error:
+            self._failed(error)
         return self._drain()
 
     cdef int read(self, bytes records) except -1:
-        """Bytes came, cut anywhere: take out what is whole, also if then an error is raised."""
+        """Bytes came, cut anywhere: take out what is whole."""
         cdef bytes data
         cdef Py_ssize_t size = 0
         if records:
@@ -79,11 +86,14 @@ cdef class Seal:
                 data = self.tls.read(MOST)
                 size = len(data)
                 if size == 0:
-                    raise ssl.SSLZeroReturnError("closed")
+                    self.trouble = ("closed", "connection closed by the server")
+                    break
                 if buf_put(&self.plain, data, size) != 0:
                     raise MemoryError("no memory for replies")
         except ssl.SSLWantReadError:
             pass
+        except ssl.SSLError as error:
+            self._failed(error)
         return self._drain()
 
     cdef int _drain(self) except -1:
@@ -94,18 +104,19 @@ cdef class Seal:
                 raise MemoryError("no memory for a command")
         return 0
 
-
-cdef tuple seal_trouble(object error):
-    """What an `SSLError` means for the link: (outcome, cause)."""
-    cdef str reason
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return "CONFIG", f"the server's certificate was refused: {error.verify_message}"
-    if isinstance(error, ssl.SSLZeroReturnError):
-        return "closed", "connection closed by the server"
-    reason = (error.reason or "").replace("_", " ").lower()
-    if "alert" in reason:
-        # The server does not like what it was shown, such as no certificate.
-        return "CONFIG", f"the server ended TLS: {reason}"
-    if reason == "wrong version number":
-        return "PROTO", "TLS failed: the answer is no TLS record; does the port speak TLS?"
-    return "PROTO", f"TLS failed: {reason or error.strerror or 'no reason given'}"
+    cdef int _failed(self, object error) except -1:
+        """Say it in the link's words."""
+        cdef str reason = (error.reason or "").replace("_", " ").lower()
+        if isinstance(error, ssl.SSLCertVerificationError):
+            cause = f"the server's certificate was refused: {error.verify_message}"
+            self.trouble = ("CONFIG", cause)
+        elif "alert" in reason:
+            # The server does not like what it was shown, such as no certificate.
+            self.trouble = ("CONFIG", f"the server ended TLS: {reason}")
+        elif reason == "wrong version number":
+            cause = "TLS failed: the answer is no TLS record; does the port speak TLS?"
+            self.trouble = ("PROTO", cause)
+        else:
+            cause = f"TLS failed: {reason or error.strerror or 'no reason given'}"
+            self.trouble = ("PROTO", cause)
+        return 0
