@@ -99,7 +99,8 @@ def _wanted(given: Mapping[str, object]) -> _Wanted:
     check = given.get("ssl_check_hostname")
     return _Wanted(
         verify,
-        verify != ssl.CERT_NONE and (check is None or is_true(check)),
+        # Like None, an empty text says nothing: that must not switch a check off.
+        verify != ssl.CERT_NONE and (check in (None, "") or is_true(check)),
         _maybe_file("ssl_ca_certs", given),
         _maybe_file("ssl_ca_path", given),
         _maybe_data("ssl_ca_data", given.get("ssl_ca_data")),
@@ -181,7 +182,10 @@ def _flags(name: str, given: Mapping[str, object]) -> ssl.VerifyFlags:
 
 
 def _context(wanted: _Wanted) -> ssl.SSLContext:
-    context = ssl.create_default_context()
+    try:
+        context = ssl.create_default_context()
+    except OSError as error:  # a file that the environment names, such as SSLKEYLOGFILE
+        raise Refused(f"TLS cannot be set up: {error.strerror}") from None
     # Never less than what the system's policy demands.
     context.minimum_version = max(context.minimum_version, wanted.minimum)
     context.check_hostname = wanted.check_hostname

@@ -122,7 +122,14 @@ def test_no_check_of_the_host_name_as_text(certs: Certs, value: str) -> None:
 
 @case("C64")
 def test_no_check_of_the_host_name_as_a_bool(certs: Certs) -> None:
-    for value, good in ((False, True), (0, True), (True, False), (1, False), (None, False)):
+    for value, good in (
+        (False, True),
+        (0, True),
+        (True, False),
+        (1, False),
+        (None, False),
+        ("", False),
+    ):
         keywords = {"host": "localhost", "ssl_ca_certs": certs.ca, "ssl_check_hostname": value}
         options = one({"ssl": True, **keywords})
         assert accepted(options, certs.server_context(certs.other)) is good
@@ -521,6 +528,13 @@ def test_a_url_with_tls_options_but_without_tls(place: str, certs: Certs) -> Non
         assert message.endswith(f"{name} needs TLS: rediss://, valkeys:// or the option ssl=true")
         assert one(f"{place}?{name}={value}&ssl=false").tls is None
     assert one(f"{place}?ssl_check_hostname=false&ssl_cert_reqs=none&ssl_password=").tls is None
+
+
+@case("C151")
+def test_an_environment_that_does_not_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SSLKEYLOGFILE", str(tmp_path / "nowhere" / "keys"))
+    message = refused([{"ssl": True, "password": LEAKY}], LEAKY)
+    assert message.endswith("TLS cannot be set up: No such file or directory")
 
 
 def test_a_python_without_ssl(monkeypatch: pytest.MonkeyPatch) -> None:
