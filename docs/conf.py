@@ -24,6 +24,7 @@ smartquotes = False  # quotes are part of what is said
 nitpicky = True
 # Types of other packages, of which no list is at hand.
 nitpick_ignore_regex = [
+    (r"py:class", r"Milliseconds"),  # newer versions of Sphinx find it
     (r"py:.*", r"(Any|Iterable|Iterator|ModuleType|Path|Protocol|Self|Sequence|SupportsIndex)"),
     (r"py:.*", r"(collections\.abc|os|redis|types)\..*"),
     (r"py:.*", r"(timedelta|TracebackType|Callable|Awaitable|NamedTuple|math\.inf)"),
