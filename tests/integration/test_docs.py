@@ -181,7 +181,9 @@ def test_pages_run(
         elif block.note.startswith("file: "):
             (tmp_path / block.note.removeprefix("file: ")).write_text(code)
         elif block.note == "shell":
-            _run("sh", "-ec", code, where=where, cwd=tmp_path)
+            # Plugins of ours would take most of the time.
+            alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+            _run("sh", "-ec", code, where=where, cwd=tmp_path, env=alone)
         elif block.language == "python":
             assert not block.note, where
             session.append((block.line, code, _placed(block.prints, masters)))
@@ -213,7 +215,7 @@ def _run(
         env={**os.environ, "PATH": path, **(env or {})},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, f"{where}\n{done.stdout}{done.stderr}"
