@@ -42,8 +42,6 @@ class Answer:
         outcome, cause: why there is no answer, as an error report has it; empty when there is one.
     """
 
-    __slots__ = ("cause", "done", "outcome", "password", "places", "username")
-
     def __init__(self) -> None:
         self.done = False
         self.places: tuple[Any, ...] = ()

@@ -6,6 +6,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from redlock_fast._core.op cimport Op
 from redlock_fast._core.seal cimport Seal
 from redlock_fast._core.wire cimport Buf, Replies, Reply
+from redlock_fast.resolve cimport Answer
 
 cdef enum State:
     DOWN = 0        # no connection; one may be dialled from retry_ns on
@@ -48,7 +49,7 @@ cdef class Link:
     cdef bint idled                     # the last connection was greeted, and ended unused
     cdef readonly int64_t dial_limit_ns     # DIALING, GREETING: when to give up
     # where to connect to
-    cdef readonly object answer         # resolve.Answer, asked for and not used up; or None
+    cdef readonly Answer answer         # asked for, and not used up; or None
     cdef int64_t asked_ns
     cdef list places                    # of this dial, not tried yet
     cdef int roads                      # how many there were
@@ -94,7 +95,7 @@ cdef class Link:
     cdef int pay(self, int64_t now) except -1
     cdef int dialing(self, int64_t now, int64_t limit) except -1
     cdef bint asks(self) except -1
-    cdef int asked(self, object answer, int64_t now) except -1
+    cdef int asked(self, Answer answer, int64_t now) except -1
     cdef object next_place(self, int64_t now)
     cdef bint moves(self) noexcept
     cdef int64_t limit(self) noexcept

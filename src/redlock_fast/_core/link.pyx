@@ -37,6 +37,7 @@ from redlock_fast._core.wire cimport (
     odd_text,
     put_command,
 )
+from redlock_fast.resolve cimport Answer
 
 from redlock_fast import rules
 
@@ -295,7 +296,7 @@ cdef class Link:
             return False
         return True
 
-    cdef int asked(self, object answer, int64_t now) except -1:
+    cdef int asked(self, Answer answer, int64_t now) except -1:
         """Somebody was asked, and will fill in this answer."""
         self.answer = answer
         self.asked_ns = now
@@ -318,7 +319,7 @@ cdef class Link:
 
         None: it is not known yet, or the answer was that there is none, which broke the link.
         """
-        cdef object answer = self.answer
+        cdef Answer answer = self.answer
         cdef int64_t left, share
         if self.places is None:
             if not answer.done:
