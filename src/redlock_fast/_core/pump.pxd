@@ -30,6 +30,7 @@ cdef class Pump:
     cpdef int64_t run(self, Op op) except -1
     cpdef bint settle(self) except -1
     cdef int _check(self) except -1
+    cdef bint _within(self) noexcept
     cdef int _idle(self, int64_t timeout_ns) except -1
     cdef int64_t _freshen(self, int64_t now) except -1
     cdef int _look(self, int64_t now) except -1

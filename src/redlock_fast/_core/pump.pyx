@@ -7,7 +7,9 @@ takes the GIL, as it must anyway, and parses what has arrived, for everyone.
 Between the fleet, which makes no system call, and the mover, which knows no command, it also does
 what is rare: opens connections, tells the fleet the time, closes what the fleet gave up.
 
-Signal handlers run between waits, when this thread holds neither the mutex nor a role.
+Signal handlers run between waits, when this thread holds neither the mutex nor a role; and, as
+`ssl` has it, inside the encryption, which may then take as long as they like. So nobody waits for
+another thread's encryption without a limit: commands are left to it, and a look is put off.
 """
 
 import contextlib
@@ -48,9 +50,6 @@ cdef extern from "<sys/socket.h>" nogil:
     int SOL_SOCKET, SO_ERROR
     int getsockopt(int, int, int, void*, unsigned int*)
 
-cdef extern from "<sched.h>" nogil:
-    int sched_yield()
-
 cdef extern from "<time.h>" nogil:
     int nanosleep(const timespec*, timespec*)
 
@@ -59,10 +58,13 @@ cdef int64_t NEVER = 0x7FFFFFFFFFFFFFFF
 cdef int64_t TICK_NS = 100_000_000
 # A connection that was idle so long is looked at before anything is sent (DESIGN, rule 11).
 cdef int64_t IDLE_NS = 5_000_000
-# So long a thread waits for others' commands before it encrypts them all.
-cdef long GATHER_NS = 10_000
+# So long a thread sleeps: for others' commands, before it encrypts them all;
+# or until another thread gets done.
+cdef long NAP_NS = 10_000
 # How long a follower waits for the reader to finish a sweep before it judges.
 cdef int64_t SWEEP_NS = 5_000_000
+# How long a thread that wants to look waits for another that parses or is inside OpenSSL.
+cdef int64_t TURN_NS = 10_000_000
 
 # Weak references to all pumps. Not a WeakSet, which is Python code: a signal handler that raises
 # in the middle of it would leave a child with its parent's connections.
@@ -180,11 +182,19 @@ cdef class Pump:
     cdef int _check(self) except -1:
         if self.closed:
             raise ClosedError("the client is closed")
-        if self.mover.parsing and self.parser == <unsigned long> PyThread_get_thread_ident():
-            raise RuntimeError("cannot use the client from within its own parsing of replies")
-        if self.sealing and self.sealer == <unsigned long> PyThread_get_thread_ident():
-            raise RuntimeError("cannot use the client from within its own encryption")
+        if self._within():
+            raise RuntimeError(
+                "cannot use the client from within its own parsing of replies, or its encryption"
+            )
         return 0
+
+    cdef bint _within(self) noexcept:
+        """Is this a signal handler, or a finalizer, in the middle of this thread's own work?"""
+        cdef unsigned long me
+        if not self.mover.parsing and not self.sealing:
+            return False
+        me = PyThread_get_thread_ident()
+        return self.mover.parsing and self.parser == me or self.sealing and self.sealer == me
 
     cpdef bint settle(self) except -1:
         """Send what the links have to say, without waiting for answers (clean-ups).
@@ -217,23 +227,27 @@ cdef class Pump:
         finally:
             self.mover.end_waiter(w)
         now = clock_ns()
-        self._look(now)
-        self.fleet.judge(now)
-        self._bury_down()
-        self._dial(now)
-        self._post()
+        if self._look(now):
+            self.fleet.judge(now)
+            self._bury_down()
+            self._dial(now)
+            self._post()
         return clock_ns()
 
     cdef int _look(self, int64_t now) except -1:
-        """Parse what has arrived, for everyone; deal with events and timers."""
+        """Parse what has arrived, for everyone; deal with events and timers.
+
+        Returns 0 when it could not: another thread parses, or encrypts, and stays at it. The next
+        look sees what has arrived all the same.
+        """
+        cdef timespec pause = timespec(0, NAP_NS)
         cdef uint64_t todo
         cdef object raised = None
-        while self.mover.parsing:
-            # Another thread lost the GIL inside hiredis: very rare.
-            if self.parser == <unsigned long> PyThread_get_thread_ident():
-                raise RuntimeError("cannot use the client from within its own parsing of replies")
+        while self.mover.parsing or self.sealing:
+            if clock_ns() - now > TURN_NS:
+                return 0
             with nogil:
-                sched_yield()
+                nanosleep(&pause, NULL)
         self.mover.parsing = True
         self.parser = PyThread_get_thread_ident()
         self.looks += 1
@@ -248,7 +262,7 @@ cdef class Pump:
             self._wake_decided()
             if raised is not None:
                 raise raised
-            return 0
+            return 1
         if self.fleet.slots > self.n:
             self._settle_rivals(now)
         if self.fleet.next_ns() <= now:
@@ -262,7 +276,7 @@ cdef class Pump:
             self._wake_decided()
         if raised is not None:
             raise raised
-        return 0
+        return 1
 
     cdef int _settle_rivals(self, int64_t now) except -1:
         """Whichever of two connections to a master answered first carries on."""
@@ -356,25 +370,22 @@ cdef class Pump:
         cdef Chan* c
         cdef object raised = None
         cdef int i
-        while self.sealing:
-            if self.sealer == <unsigned long> PyThread_get_thread_ident():
-                raise RuntimeError("cannot use the client from within its own encryption")
-            with nogil:
-                sched_yield()
         self.sealing = True
         self.sealer = PyThread_get_thread_ident()
-        for i in range(self.mover.slots):
-            c = self.mover.chans[i]
-            if not todo >> i & 1 or c == NULL or c.taken.n == 0:
-                continue
-            link = link_at(self.fleet, i)
-            if link is None or link.seal is None:
-                continue
-            try:
-                link.unseal(c.taken.p[:c.taken.n], now)
-            except BaseException as exc:
-                raised = exc
-        self.sealing = False
+        try:
+            for i in range(self.mover.slots):
+                c = self.mover.chans[i]
+                if not todo >> i & 1 or c == NULL or c.taken.n == 0:
+                    continue
+                link = link_at(self.fleet, i)
+                if link is None or link.seal is None:
+                    continue
+                try:
+                    link.unseal(c.taken.p[:c.taken.n], now)
+                except BaseException as exc:
+                    raised = exc
+        finally:
+            self.sealing = False
         return raised
 
     cdef object _seal(self):
@@ -384,7 +395,7 @@ cdef class Pump:
         """
         cdef Link link
         cdef object raised = None
-        cdef timespec pause = timespec(0, GATHER_NS)
+        cdef timespec pause = timespec(0, NAP_NS)
         cdef int i
         if self.sealing or self.gathering:
             self.unsealed = True
@@ -401,24 +412,26 @@ cdef class Pump:
                 return None
         self.sealing = True
         self.sealer = PyThread_get_thread_ident()
-        while True:
-            self.owing = self.owing or self.unsealed
-            self.unsealed = False
-            for i in range(self.fleet.slots):
-                link = link_at(self.fleet, i)
-                if link is None or link.seal is None or not (link.out.n or link.seal.due):
-                    continue
-                try:
-                    link.encrypt(self.fleet.now_ns)
-                except BaseException as exc:
-                    raised = exc
-                if link.state == DOWN and link_at(self.fleet, i) is link:
-                    self.mover.bury(i, True)
-                    self.fleet.after_break(link)
-                    self._wake_decided()
-            if not self.unsealed:
-                break
-        self.sealing = False
+        try:
+            while True:
+                self.owing = self.owing or self.unsealed
+                self.unsealed = False
+                for i in range(self.fleet.slots):
+                    link = link_at(self.fleet, i)
+                    if link is None or link.seal is None or not (link.out.n or link.seal.due):
+                        continue
+                    try:
+                        link.encrypt(self.fleet.now_ns)
+                    except BaseException as exc:
+                        raised = exc
+                    if link.state == DOWN and link_at(self.fleet, i) is link:
+                        self.mover.bury(i, True)
+                        self.fleet.after_break(link)
+                        self._wake_decided()
+                if not self.unsealed:
+                    break
+        finally:
+            self.sealing = False
         return raised
 
     @cython.linetrace(False)      # holds the mutex; a trace function may hand over the GIL
@@ -657,7 +670,8 @@ cdef class Pump:
         finally:
             self.mover.end_waiter(w)
         PyErr_CheckSignals()
-        self._look(clock_ns())
+        if not self._within():      # closed by a signal handler that came in the middle
+            self._look(clock_ns())
         self.mover.push()
         return 0
 
