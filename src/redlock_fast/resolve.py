@@ -97,7 +97,7 @@ def _find_out(answer: Answer, options: MasterOptions) -> None:
     try:
         if options.host is not None:
             answer.places = _places(options.host, options.port)
-    except (OSError, UnicodeError) as error:
+    except BaseException as error:  # noqa: BLE001 - others put code of theirs there
         answer.outcome = "unresolved"
         answer.cause = f"host name {options.host} cannot be looked up: {_why(error)}"
         return
@@ -134,8 +134,8 @@ def _credentials(provider: Any) -> tuple[str | None, Secret]:
     return username or None, Secret(password)
 
 
-def _why(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error)
+def _why(error: BaseException) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
 def _after_fork_in_child() -> None:

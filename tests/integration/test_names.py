@@ -133,6 +133,34 @@ def test_c66_a_name_that_is_not_found(
     eventually(lambda: _ready(client, 2))
 
 
+class _Forbidden(BaseException):
+    """What is raised by libraries that keep tests off the network, say."""
+
+
+@pytest.mark.case("C66")
+def test_c66_a_look_up_that_raises_anything(
+    masters: LocalMasters, make_client: MakeClient, resolver: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbid(*args: Any, **keywords: Any) -> Any:
+        raise _Forbidden
+
+    resolver.places["m.test"] = [v4(masters[0].port)]
+    client = make_client(["redis://m.test:1"], warm=False, connect_timeout=300)
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", forbid)
+        with pytest.raises(NoQuorum, match="cannot be looked up: _Forbidden"):
+            client.acquire("res", HOUR, wait=1500)
+        # More often than there may be threads.
+        eventually(lambda: state_of(client, 0)["errors"]["unresolved"] > 8 or _fails(client))
+    _pair(client, wait=5000)
+
+
+def _fails(client: Redlock) -> bool:
+    with pytest.raises(NoQuorum):
+        client.acquire("res", HOUR, wait=500)
+    return False
+
+
 @pytest.mark.case("C68")
 def test_c68_a_name_that_moves(
     make_local_masters: MakeLocalMasters, make_client: MakeClient, resolver: Names
