@@ -6,6 +6,8 @@ before the client's `SSLObject` does something, where a handler would run.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import ssl
 import threading
 import time
@@ -33,12 +35,12 @@ class Within:
     """What happens inside the next call of an `SSLObject` of a client's.
 
     Attributes:
-        thread: only in this one; None: in any.
+        thread: only in this one.
         action: called once.
     """
 
     def __init__(self) -> None:
-        self.thread: int | None = None
+        self.thread = 0
         self.action: Callable[[], Any] | None = None
 
     def do(self, action: Callable[[], Any]) -> None:
@@ -48,7 +50,7 @@ class Within:
 
     def __call__(self) -> None:
         action = self.action
-        if action is not None and self.thread in (None, threading.get_ident()):
+        if action is not None and self.thread == threading.get_ident():
             self.action = None
             action()
 
@@ -166,4 +168,77 @@ def test_a_handler_that_uses_the_client(
     assert errors
     assert lock
     assert lock.release()
+    eventually(lambda: are_clean(masters))
+
+
+@pytest.mark.case("C94")
+def test_c94_a_fork_waits_until_nobody_is_inside(
+    fronts: list[TlsFront], masters: LocalMasters, make_client: MakeClient, within: Within
+) -> None:
+    """Or the child has OpenSSL's locks for ever as another thread has left them."""
+    client = make_client(fronts, master_timeout=5000)
+    inside, outside = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        inside.set()
+        time.sleep(0.05)
+        outside.set()
+
+    def work() -> None:
+        within.do(stay)
+        lock = client.acquire("res", HOUR)
+        assert lock
+        assert lock.release()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert inside.wait(20)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            assert outside.is_set()
+            lock = client.acquire("child", HOUR, wait=5000)
+            assert lock
+            assert lock.release()
+            status = 0
+        os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0
+    thread.join(20)
+    eventually(lambda: are_clean(masters))
+
+
+@pytest.mark.case("C94")
+def test_c94_a_handler_that_forks(
+    fronts: list[TlsFront], masters: LocalMasters, make_client: MakeClient, within: Within
+) -> None:
+    client = make_client(fronts, master_timeout=5000)
+    pid = -1
+    took: list[float] = []
+
+    def handle() -> None:
+        nonlocal pid
+        with Stopwatch() as watch:
+            pid = os.fork()
+        took.append(watch.ms)
+
+    within.do(handle)
+    try:
+        lock = client.acquire("res", HOUR)
+        assert pid > 0
+        assert lock
+        assert lock.release()
+    except BaseException as error:
+        if pid != 0:
+            raise
+        good = isinstance(error, RuntimeError) and "forked" in str(error)
+        with contextlib.suppress(BaseException):
+            lock = client.acquire("child", HOUR, wait=5000)
+            good = good and lock is not None and lock.release()
+            os._exit(0 if good else 1)
+        os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0
+    assert took[0] < SLACK_MS
     eventually(lambda: are_clean(masters))

@@ -8,12 +8,79 @@ Never: system calls, clocks. But OpenSSL runs with the GIL given up, on an objec
 thread may use at a time: whoever drives the link sees to that. And `ssl` runs signal handlers in
 between: when anything is raised here, nobody knows what was done, and the connection has to be
 given up.
+
+OpenSSL has locks of the whole process, which a child inherits as they are: a fork waits until no
+thread of ours is inside, and whoever wants to go in meanwhile waits for the fork.
 """
+
+import os
+
+from cpython.pythread cimport PyThread_get_thread_ident
+from posix.time cimport timespec
 
 from redlock_fast._core.wire cimport buf_free, buf_put
 
+cdef extern from "<time.h>" nogil:
+    int nanosleep(const timespec*, timespec*)
+
 cdef enum:
     MOST = 4096             # bytes taken out at a time
+    # A fork, and who wants to go in meanwhile, wait in naps, about a second at most: somebody
+    # else's signal handler or hook may take as long as it likes.
+    NAP_NS = 50_000
+    MOST_NAPS = 10_000
+
+cdef list _inside = []          # the threads inside OpenSSL
+cdef unsigned long _forker = 0  # the thread that is about to fork; 0: none
+
+
+cdef unsigned long _enter() except? 0:
+    """This thread goes in; who it is, for `_leave`."""
+    cdef timespec pause = timespec(0, NAP_NS)
+    cdef unsigned long me = PyThread_get_thread_ident()
+    cdef int naps = 0
+    while _forker and _forker != me and naps < MOST_NAPS:
+        naps += 1
+        with nogil:
+            nanosleep(&pause, NULL)
+    _inside.append(me)
+    return me
+
+
+cdef int _leave(unsigned long me) except -1:
+    if me in _inside:       # a signal handler may have forked in there, and this is the child
+        _inside.remove(me)
+    return 0
+
+
+def _before_fork():
+    global _forker
+    cdef timespec pause = timespec(0, NAP_NS)
+    cdef int naps = 0
+    _forker = PyThread_get_thread_ident()
+    # (Where this is a signal handler, this thread itself may be inside.)
+    while len(_inside) > _inside.count(_forker) and naps < MOST_NAPS:
+        naps += 1
+        with nogil:
+            nanosleep(&pause, NULL)
+
+
+def _after_fork_in_parent():
+    global _forker
+    _forker = 0
+
+
+def _after_fork_in_child():
+    global _forker
+    _forker = 0
+    _inside.clear()
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)
 
 cdef object ssl = None      # the module; nobody pays for its import who needs no TLS
 
@@ -38,6 +105,7 @@ cdef class Seal:
 
     cdef int shake(self) except -1:
         """Begin the handshake, or go on with it; `open` says whether that was the end of it."""
+        cdef unsigned long me
         self.due = False
         if self.tls is None:
             self.incoming = ssl.MemoryBIO()
@@ -45,6 +113,7 @@ cdef class Seal:
             self.tls = self.options.context.wrap_bio(
                 self.incoming, self.outgoing, server_hostname=self.options.server_hostname
             )
+        me = _enter()
         try:
             self.tls.do_handshake()
             self.open = True
@@ -53,6 +122,8 @@ cdef class Seal:
             pass
         except ssl.SSLError as error:
             self._failed(error)
+        finally:
+            _leave(me)
         return self._drain()
 
     cdef int _measure(self) except -1:
@@ -65,21 +136,26 @@ cdef class Seal:
 
     cdef int write(self, bytes data) except -1:
         """Put bytes into records."""
+        cdef unsigned long me = _enter()
         try:
             # With a MemoryBIO, which takes everything, this is all or nothing.
             self.tls.write(data)
         except ssl.SSLError as error:
             self._failed(error)
+        finally:
+            _leave(me)
         return self._drain()
 
     cdef int read(self, bytes records) except -1:
         """Bytes came, cut anywhere: take out what is whole."""
         cdef bytes data
         cdef Py_ssize_t size = 0
+        cdef unsigned long me
         if records:
             self.incoming.write(records)
         if not self.open:
             self.shake()
+        me = _enter()
         try:
             # To ask once more for nothing would cost an exception.
             while self.open and (self.incoming.pending or size == MOST):
@@ -94,6 +170,8 @@ cdef class Seal:
             pass
         except ssl.SSLError as error:
             self._failed(error)
+        finally:
+            _leave(me)
         return self._drain()
 
     cdef int _drain(self) except -1:
