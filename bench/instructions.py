@@ -2,13 +2,16 @@
 
     python bench/instructions.py                # redlock_fast, 5 masters
     python bench/instructions.py --client redlock-py --json out.json
+    python bench/instructions.py --asyncio 100  # redlock_fast.asyncio, 100 tasks on one client
 
-A pair is one acquire and one release, one thread. The client runs twice under valgrind, with few
-and with many pairs; the difference is divided by the pairs, so imports, connections and the way out
-do not count. Nor does the janitor, whose work goes with the time, not with the pairs. The masters
-run as always.
+A pair is one acquire and one release, by one thread or by one of so many tasks. The client runs
+twice under valgrind, with few and with many pairs; the difference is divided by the pairs, so
+imports, connections and the way out do not count. Nor does the janitor, whose work goes with the
+time, not with the pairs. The masters run as always.
 
-Counted too: how often the thread gives the GIL up (calls of PyEval_SaveThread), whoever does.
+Counted too: how often the thread gives the GIL up (calls of PyEval_SaveThread), whoever does; with
+tasks these are the turns of the loop. Valgrind slows the client alone, so there is more to read in
+a turn than there would be otherwise.
 
 Without valgrind it says so, and exits with status 0.
 """
@@ -16,6 +19,7 @@ Without valgrind it says so, and exits with status 0.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import collections
 import json
 import os
@@ -24,13 +28,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import aio
 import harness
 
 FEW, MANY = 200, 1200
@@ -88,7 +93,7 @@ def short(name: str) -> str:
         return "libc"
     if name.startswith("hiredis"):
         return "hiredis"
-    if re.match(r"(client|plan|rules|arguments|drive_\w+)\.", name):
+    if re.match(r"(asyncio|client|holds|plan|rules|arguments|drive_\w+)\.", name):
         return f"redlock_fast.{name.split('.')[0]}"
     if re.match(r"(fleet|io|link|op|pump|wire)\.", name):
         return f"redlock_fast._core.{name.split('.')[0]}"
@@ -98,8 +103,10 @@ def short(name: str) -> str:
 # ------------------------------------------------------------------------------ the counted process
 
 
-def child(name: str, pairs: int, urls: Sequence[str]) -> None:
+def child(name: str, pairs: int, urls: Sequence[str], tasks: int) -> None:
     """Make so many pairs, and end."""
+    if tasks:
+        return child_of_tasks(name, pairs, urls, tasks)
     client: Any = harness.EVERYBODY[name](urls)
     if name == harness.OURS:
         import redlock_fast
@@ -114,16 +121,41 @@ def child(name: str, pairs: int, urls: Sequence[str]) -> None:
         client.client._driver.pump.paying = True
     for _ in range(harness.WARM_UP + pairs):
         assert client.pair(next(client.names))
+    return client.close()
+
+
+def child_of_tasks(name: str, pairs: int, urls: Sequence[str], tasks: int) -> None:
+    """The same, each task one after another."""
+    client: Any = aio.CLIENTS[name](urls)
+    each, next_name = pairs // tasks, client.names.next
+
+    async def work() -> None:
+        for _ in range(each):
+            assert await client.pair(next_name())
+
+    async def main() -> None:
+        if name == aio.OURS:
+            import redlock_fast.asyncio
+
+            await client.client.aclose()
+            client.client = redlock_fast.asyncio.Redlock(
+                urls, master_timeout=PATIENCE_MS, connect_timeout=PATIENCE_MS
+            )
+            client.acquire, client.release = client.client.acquire, client.client.release
+            await client.client.connect()
+        await asyncio.gather(*[work() for _ in range(tasks)])
+
+    client.loop.run_until_complete(main())
     client.close()
 
 
-def count(name: str, pairs: int, urls: Sequence[str]) -> Profile:
+def count(name: str, pairs: int, urls: Sequence[str], tasks: int) -> Profile:
     """Run the child under callgrind."""
     with tempfile.TemporaryDirectory(prefix="redlock_fast-callgrind-") as directory:
         out = Path(directory) / "out"
         command = ["valgrind", "--tool=callgrind", "--separate-threads=yes", "--error-exitcode=0"]
         command += [f"--callgrind-out-file={out}", sys.executable, __file__]
-        command += ["--child", str(pairs), "--client", name, *urls]
+        command += ["--child", str(pairs), "--client", name, "--asyncio", str(tasks), *urls]
         done = subprocess.run(
             command,
             capture_output=True,
@@ -140,20 +172,25 @@ def count(name: str, pairs: int, urls: Sequence[str]) -> Profile:
 # ------------------------------------------------------------------------------ per pair
 
 
-def per_pair(name: str, urls: Sequence[str]) -> dict[str, Any]:
+def per_pair(name: str, urls: Sequence[str], tasks: int = 0) -> dict[str, Any]:
     """Instructions of one pair, all and of each part, and hand-offs of the GIL per round.
 
-    A pair has two rounds. `{"missing": why}` where there is no valgrind.
+    A pair has two rounds. `{"missing": why}` where there is no valgrind. `tasks`: 0 for a thread.
     """
     if not shutil.which("valgrind"):
         return {"missing": MISSING}
-    few, many = count(name, FEW, urls), count(name, MANY, urls)
+    few_pairs, many_pairs = FEW, MANY
+    if tasks:
+        few_pairs, many_pairs = (max(tasks, pairs // tasks * tasks) for pairs in (FEW, MANY))
+        many_pairs = max(many_pairs, 4 * tasks)
+    few = count(name, few_pairs, urls, tasks)
+    many = count(name, many_pairs, urls, tasks)
     parts: collections.Counter[str] = collections.Counter()
     for where in many.by_object:
         parts[short(where)] += many.by_object[where] - few.by_object[where]
-    pairs = MANY - FEW
+    pairs = many_pairs - few_pairs
     return {
-        "client": name,
+        "client": f"{name}, {tasks} tasks" if tasks else name,
         "instructions": (many.total - few.total) / pairs,
         "parts": {part: cost / pairs for part, cost in parts.most_common()},
         "hand_offs_per_round": (many.hand_offs - few.hand_offs) / pairs / 2,
@@ -175,20 +212,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--client", choices=harness.EVERYBODY, default=harness.OURS)
+    parser.add_argument("--client", choices=[*harness.EVERYBODY, *aio.CLIENTS])
+    parser.add_argument(
+        "--asyncio", type=int, default=0, metavar="N", help="N tasks; default: one thread"
+    )
     parser.add_argument("--masters", type=int, default=5, metavar="N", help="default 5")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     parser.add_argument("urls", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    everybody: Mapping[str, object] = aio.CLIENTS if args.asyncio else harness.EVERYBODY
+    args.client = args.client or (aio.OURS if args.asyncio else harness.OURS)
+    if args.client not in everybody:
+        parser.error(f"expected one of {', '.join(everybody)}, not {args.client}")
     if args.child is not None:  # the counted process
-        child(args.client, args.child, args.urls)
+        child(args.client, args.child, args.urls, args.asyncio)
         return 0
 
     from redlock_fast.testing import LocalMasters
 
     with LocalMasters(args.masters) as masters:
-        result = per_pair(args.client, masters.urls)
+        result = per_pair(args.client, masters.urls, args.asyncio)
     print(text_of(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
