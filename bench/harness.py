@@ -102,9 +102,9 @@ class Names:
 
     def __init__(self, tag: str) -> None:
         self.prefix = f"{tag}:{os.getpid() % 10_000_000:07d}:"
-        # Made without a frame of Python: what a name costs is not the client's.
-        self.all = map((self.prefix + "%07d").__mod__, itertools.count())
-        self.next = self.all.__next__
+        # As cheap as can be: what a name costs is not the client's.
+        self.all = (f"{self.prefix}{i}" for i in itertools.count(1_000_000))
+        self.next: Callable[[], str] = functools.partial(next, self.all)
 
     def __next__(self) -> str:
         return self.next()

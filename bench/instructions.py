@@ -106,7 +106,8 @@ def short(name: str) -> str:
 def child(name: str, pairs: int, urls: Sequence[str], tasks: int) -> None:
     """Make so many pairs, and end."""
     if tasks:
-        return child_of_tasks(name, pairs, urls, tasks)
+        child_of_tasks(name, pairs, urls, tasks)
+        return
     client: Any = harness.EVERYBODY[name](urls)
     if name == harness.OURS:
         import redlock_fast
@@ -121,7 +122,7 @@ def child(name: str, pairs: int, urls: Sequence[str], tasks: int) -> None:
         client.client._driver.pump.paying = True
     for _ in range(harness.WARM_UP + pairs):
         assert client.pair(next(client.names))
-    return client.close()
+    client.close()
 
 
 def child_of_tasks(name: str, pairs: int, urls: Sequence[str], tasks: int) -> None:
