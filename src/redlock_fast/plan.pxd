@@ -46,3 +46,13 @@ cdef Hold _grant(
     int64_t now_ns
 )
 cdef object _released(Fleet fleet, Hold hold, int word)
+cpdef Op attempt(Fleet fleet, Settings settings, bytes key, int64_t ttl_ms)
+
+
+@cython.locals(deadline=int64_t)
+cpdef Hold granted(Fleet fleet, Settings settings, Op op, int64_t now)
+
+
+@cython.locals(op=Op, origin=Op)
+cpdef Op deletion(Fleet fleet, Hold hold)
+cpdef object deleted(Fleet fleet, Hold hold, Op op)

@@ -224,38 +224,72 @@ def acquire(
     Raises:
         NoQuorum: the last try had no quorum of usable answers, or had it too late.
     """
-    lasting_ns = settings.lasting_ns(ttl_ms)
-    pauses: _Pauses | None = None
-    op: Op | None = None
+    op = attempt(fleet, settings, key, ttl_ms)
     try:
-        while True:
-            op = new_op(ACQUIRE, fleet.n, [key], settings.draw(1), ttl_ms, EVERYBODY)
+        now = yield op
+        hold = granted(fleet, settings, op, now)
+    except BaseException:
+        fleet.clean_up(op)
+        raise
+    if hold is not None:
+        return hold, op
+    return (yield from again(fleet, settings, op, now, wait_ns))
+
+
+@cython.annotation_typing(False)
+def attempt(fleet: Fleet, settings: Settings, key: bytes, ttl_ms: int) -> Op:
+    """One try of `acquire`, for a driver that runs it without a plan: the round.
+
+    When it has ended, `granted` says what came of it, and `again` is the plan of what follows.
+    Who stops before cleans the round up.
+    """
+    return new_op(ACQUIRE, fleet.n, [key], settings.draw(1), ttl_ms, EVERYBODY)
+
+
+@cython.annotation_typing(False)
+def granted(fleet: Fleet, settings: Settings, op: Op, now: int) -> Any:
+    """The lock of a try that has ended; None: not granted, or too late, and it is cleaned up."""
+    if op.verdict(0) == YES:
+        deadline = op.start_ns + settings.lasting_ns(op.ttl_ms)
+        if now < deadline:
+            fleet.count(_ACQUIRED)
+            return _grant(settings, op, 0, op.reached(0), op.ttl_ms, deadline, now)
+    fleet.clean_up(op)
+    return None
+
+
+def again(
+    fleet: Fleet, settings: Settings, op: Op, now: int, wait_ns: int | None
+) -> Plan[tuple[Any, Op]]:
+    """What follows the first try of `acquire` when it was not granted: pauses, and other tries.
+
+    Args:
+        op: the first try; `granted` has seen it.
+        now: when it ended.
+    """
+    pauses = _Pauses(settings, wait_ns)
+    while True:
+        word = op.verdict(0)
+        # (Who had to wait for its turn began to wait then.)
+        pause = pauses.after(op.asked_ns or op.start_ns, now)
+        if pause < 0:
+            break
+        if word != NO and wait_ns == FOREVER:
+            _warn(fleet, settings, op, now)
+        yield pause
+        op = attempt(fleet, settings, op.keys[0], op.ttl_ms)
+        try:
             now = yield op
-            word = op.verdict(0)
-            if word == YES:
-                deadline = op.start_ns + lasting_ns
-                if now < deadline:
-                    fleet.count(_ACQUIRED)
-                    hold = _grant(settings, op, 0, op.reached(0), ttl_ms, deadline, now)
-                    last, op = op, None
-                    return hold, last
+            hold = granted(fleet, settings, op, now)
+        except BaseException:
             fleet.clean_up(op)
-            last, op = op, None
-            if pauses is None:
-                pauses = _Pauses(settings, wait_ns)
-            pause = pauses.after(last.start_ns, now)
-            if pause < 0:
-                break
-            if word != NO and wait_ns == FOREVER:
-                _warn(fleet, settings, last, now)
-            yield pause
-    finally:
-        if op is not None:
-            fleet.clean_up(op)
+            raise
+        if hold is not None:
+            return hold, op
     if word == NO:
         fleet.count(_CONTENDED)
-        return None, last
-    raise _failed(fleet, last, word)
+        return None, op
+    raise _failed(fleet, op, word)
 
 
 def acquire_many(
@@ -310,7 +344,7 @@ def acquire_many(
             left = [left[item] for item in rest]
             if not left:
                 break
-            pause = pauses.after(op.start_ns, now)
+            pause = pauses.after(op.asked_ns or op.start_ns, now)
             oldest = min((grant.deadline_ns for grant in grants if grant is not None), default=None)
             if pause < 0 or (oldest is not None and oldest - now - pause < lasting_ns // 2):
                 break
@@ -398,12 +432,29 @@ def disown(fleet: Fleet, result: Any) -> None:
 
 def release(fleet: Fleet, hold: Hold) -> Plan[tuple[bool | None, Op]]:
     """Release one lock; see `release_many`."""
+    op = deletion(fleet, hold)
+    yield op
+    return deleted(fleet, hold, op), op
+
+
+@cython.annotation_typing(False)
+def deletion(fleet: Fleet, hold: Hold) -> Op:
+    """The round of `release`, for a driver that runs it without a plan; then `deleted`."""
     # If this is interrupted from here on, the lock may be released again.
     hold.state = UNCONFIRMED
-    op = new_op(RELEASE, fleet.n, [hold.key], [hold.secret], -1, hold.reached)
+    origin = hold.origin
+    if origin is not None and origin.k == 1:
+        op = new_op(RELEASE, fleet.n, origin.keys, origin.tokens, -1, hold.reached)
+    else:
+        op = new_op(RELEASE, fleet.n, [hold.key], [hold.secret], -1, hold.reached)
     op.lasts_ms = hold.ttl_ms
-    yield op
-    return _released(fleet, hold, op.verdict(0)), op
+    return op
+
+
+@cython.annotation_typing(False)
+def deleted(fleet: Fleet, hold: Hold, op: Op) -> bool | None:
+    """What came of the round of `release`, which has ended."""
+    return _released(fleet, hold, op.verdict(0))  # type: ignore[no-any-return]
 
 
 def release_many(fleet: Fleet, holds: Sequence[Hold]) -> Plan[tuple[list[bool | None], Op]]:

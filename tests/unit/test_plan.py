@@ -453,6 +453,19 @@ def test_a_try_that_outlasts_the_limit_is_the_last() -> None:
     assert world.now == T0 + 50 * MS
 
 
+def test_waiting_for_a_turn_counts_as_waiting() -> None:
+    """A driver that lets a try wait for its turn says since when: the limit runs from then."""
+    world = taken(3)
+    steps: Any = plan.acquire(world.fleet, world.settings, b"k", 1000, 30 * MS)
+    op = next(steps)
+    op.asked_ns = world.now
+    world.sleep(40 * MS)
+    world.run_op(op)
+    with pytest.raises(StopIteration) as stop:
+        steps.send(world.now)
+    assert stop.value.value == (None, op)
+
+
 @pytest.mark.case("C138")
 def test_c138_the_last_try_decides() -> None:
     """Down at first, held by a rival at the end: contention; and the reverse: no quorum."""

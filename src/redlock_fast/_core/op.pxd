@@ -43,6 +43,7 @@ cdef class Op:
     cdef readonly list keys
     cdef readonly list tokens
     cdef int script                 # a ScriptNumber; NO_SCRIPT for ACQUIRE
+    cdef public int64_t asked_ns    # since when it waited for its turn to start; 0: it did not
     cdef public int64_t start_ns    # read before the first byte was queued
     cdef public int64_t limit_ns    # when who has not answered is late
     cdef public bint ended          # every item has its verdict; later votes change nothing
@@ -71,8 +72,7 @@ cdef class Op:
     cdef bint nudged                # something changed that its waiter should know
     cdef public int64_t lasts_ms    # a release: its keys expire by themselves after this; 0: ?
     cdef int64_t lapse_ns           # a debt that is older than this is void: the key has expired
-    # An event loop's, None for threads: the future of who waits, and where to append the op when
-    # it ends.
+    # An event loop's, None for threads: who waits, and where to append the op when it ends.
     cdef object waiter
     cdef list inbox
 

@@ -8,6 +8,7 @@ class Op:
     ttl_ms: int
     keys: list[bytes]
     tokens: list[bytes]
+    asked_ns: int
     start_ns: int
     limit_ns: int
     ended: bool
