@@ -13,6 +13,7 @@ import sys
 from pathlib import PurePath
 
 from Cython.Build import cythonize
+from Cython.Compiler import Options
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -38,6 +39,8 @@ SOURCES = [
     "redlock_fast/_core/io.pyx",
     "redlock_fast/_core/pump.pyx",
 ]
+
+Options.closure_freelist_size = 256  # as many coroutines of one kind may well be under way
 
 DIRECTIVES = {
     "language_level": 3,

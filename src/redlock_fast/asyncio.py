@@ -19,15 +19,15 @@ import warnings
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from redlock_fast import plan
 from redlock_fast._core.io import now_ns
-from redlock_fast.arguments import Milliseconds
-from redlock_fast.drive_aio import Driver
+from redlock_fast.arguments import Milliseconds, wait_ns
+from redlock_fast.drive_aio import Driver, Round
 from redlock_fast.errors import ClosedError, NoQuorum
 from redlock_fast.holds import BaseClient, BaseContext, BaseLock
-from redlock_fast.plan import release as _release
+from redlock_fast.plan import deleted, deletion, granted
 from redlock_fast.wrap import wrapped
 
 __all__ = ["Lock", "LockContext", "Redlock"]
@@ -121,7 +121,12 @@ class Redlock(BaseClient):
 
         Arguments and errors: see `redlock_fast.Redlock.acquire`.
         """
-        lock, _ = await self._driver.drive(self._plan_acquire(resource, ttl, wait))
+        limit = None if wait is None else wait_ns(wait, plan.FOREVER)
+        attempt = self._attempt(resource, ttl)
+        await attempt
+        lock = self._granted(attempt)
+        if lock is None:
+            lock, _ = await self._driver.drive(self._plan_again(attempt, limit))
         return self._claimed(lock, resource)  # type: ignore[no-any-return]
 
     async def extend(self, lock: Lock, ttl: Milliseconds | None = None) -> bool:
@@ -145,13 +150,40 @@ class Redlock(BaseClient):
         """
         if not self._releasable(lock):
             return False
-        result, op = await self._driver.drive(_release(self._fleet, lock))
-        return self._confirmed(result, op, "cannot confirm the release")
+        attempt = self._deletion(lock)
+        await attempt
+        return self._deleted(lock, attempt)
 
     def _release_unseen(self, lock: Lock) -> None:
         """Release a lock, and do not wait for the answers."""
         if self._releasable(lock):
-            self._driver.send_off(_release(self._fleet, lock))
+            self._driver.send_off(plan.release(self._fleet, lock))
+
+    # One round without a plan, which most calls are: how it begins, and what it comes to.
+
+    def _attempt(self, resource: str | bytes, ttl: Milliseconds) -> Round:
+        """The first try of an acquire."""
+        return self._driver.attempt(self._first_try(resource, ttl))
+
+    def _granted(self, attempt: Round) -> Any:
+        try:
+            return granted(self._fleet, self._settings, attempt.op, attempt.now_ns)
+        except BaseException:
+            self._fleet.clean_up(attempt.op)
+            raise
+
+    def _plan_again(self, attempt: Round, limit: int | None) -> plan.Plan[tuple[Any, Any]]:
+        return plan.again(self._fleet, self._settings, attempt.op, attempt.now_ns, limit)
+
+    def _deletion(self, lock: Lock) -> Round:
+        self._driver.enter()  # while the lock is as it was
+        return self._driver.attempt(deletion(self._fleet, lock))
+
+    def _deleted(self, lock: Lock, attempt: Round) -> bool:
+        result: bool | None = deleted(self._fleet, lock, attempt.op)
+        if result is None:
+            return self._confirmed(result, attempt.op, "cannot confirm the release")
+        return result
 
     def lock(
         self,
@@ -278,9 +310,12 @@ class LockContext(BaseContext):
         self._begin()
         try:
             client = self._client
-            lock, op = await client._driver.drive(
-                client._plan_acquire(self._resource, self._ttl, self._wait)
-            )
+            limit = None if self._wait is None else wait_ns(self._wait, plan.FOREVER)
+            attempt = client._attempt(self._resource, self._ttl)
+            await attempt
+            lock, op = client._granted(attempt), attempt.op
+            if lock is None:
+                lock, op = await client._driver.drive(client._plan_again(attempt, limit))
             client._claimed(lock, self._resource)
             return self._entered(lock, op)  # type: ignore[no-any-return]
         except BaseException:

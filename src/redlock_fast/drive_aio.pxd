@@ -17,6 +17,34 @@ cdef class Chan:
     cdef size_t sent        # from here on
     cdef int64_t mark       # the link's count of commands that have left
 
+cdef enum Stage:
+    FRESH = 0       # not awaited yet
+    QUEUED = 1      # waits for its turn
+    ASKED = 2       # under way
+    ENDED = 3       # over, and so is the wait
+    CANCELLED = 4   # likewise
+
+cdef class Round:
+    cdef Driver driver
+    cdef readonly Op op
+    cdef object loop
+    cdef readonly int64_t now_ns    # when its end was seen
+    cdef int stage                  # a Stage
+    cdef int life                   # the driver's
+    cdef bint counted               # among the rounds under way
+    cdef bint alone                 # no plan cleans up after it
+    cdef public bint _asyncio_future_blocking
+    cdef object callback            # who waits, called in `context`
+    cdef object context
+    cdef list others                # more of these: (callback, context)
+    cdef object failure             # why it could not begin, or could not go on
+    cdef object message             # of who cancelled it
+
+    cdef int _leave(self) except -1
+    cdef int _end(self) except -1
+    cdef int _call(self, object callback, object context) except -1
+    cdef int _call_soon(self) except -1
+
 cdef class Driver:
     cdef object __weakref__
     cdef readonly Fleet fleet
@@ -33,6 +61,7 @@ cdef class Driver:
     cdef object call_soon
     cdef object call_later
     cdef object new_future
+    cdef object wake_callback
     cdef object flush_callback
     cdef object read_callback
     cdef object write_callback
@@ -41,6 +70,9 @@ cdef class Driver:
     cdef object timer               # its handle
     cdef int64_t timer_ns           # when it fires
     cdef bint scheduled             # a flush is
+    cdef bint rousing               # ... and comes at the end of this callback,
+    cdef unsigned long rouser       # which runs in this thread
+    cdef bint waking                # a call of `_on_wake` is under way
     cdef int64_t queued_ns          # when it was scheduled
     cdef int64_t grace_ns           # no round is judged before
     cdef int64_t active_ns          # when the sockets were last looked at
@@ -49,32 +81,38 @@ cdef class Driver:
     cdef int64_t tick_answers
     # who waits
     cdef list inbox                 # rounds that have ended, whose waiters are to be woken
-    cdef object rounds              # deque of the rounds of one lock, by their limits
+    cdef list rounds                # of one lock, by their limits,
+    cdef Py_ssize_t passed          # from here on
     cdef list heap                  # (time, serial, batch or future of a sleeper)
     cdef int64_t serial
     cdef int stale                  # entries of the heap that nobody waits for
     cdef list parts                 # batches that have more to send
     cdef list watchers              # futures of who waits for any news
-    cdef object tries               # deque of futures: who waits for its turn to acquire,
+    cdef object tries               # deque of rounds: who waits for its turn to acquire,
     cdef object others              # and to do anything else
 
-    cdef int _enter(self) except -1
+    cpdef Round attempt(self, Op op)
+    cpdef int enter(self) except -1
     cdef int _bind(self, object loop) except -1
     cdef int _start_anew(self) except -1
     cdef int _forget(self) except -1
     cdef object _advance(self, object plan, object answer)
-    cdef bint _full(self, Op op) noexcept
-    cdef object _begin(self, Op op)
+    cdef Round _round(self, Op op, bint alone)
+    cdef int _launch(self, Round what) except -1
+    cdef int _begin(self, Round what) except -1
+    cdef int _pass_one(self) except -1
     cdef int64_t _end(self, Op op) except -1
-    cdef int _abandon(self, Op op, bint held) except -1
+    cdef int _abandon(self, Op op, bint counted) except -1
     cdef int _admit(self) except -1
+    cdef int _admit_one(self, Round what) except -1
     cdef object _sleeper(self, int64_t until)
     cdef int _settle(self) except -1
     cdef int _schedule(self, int64_t now) except -1
     cdef int _send(self, Chan c, Link link, int64_t now) except -1
     cdef int _read(self, Chan c) except -1
     cdef int _looked(self, int64_t now) except -1
-    cdef int _wake(self) except -1
+    cdef int _rouse(self) except -1
+    cdef int _rouse_soon(self) except -1
     cdef int64_t _freshen(self, int64_t now) except -1
     cdef int _settle_rivals(self, int64_t now) except -1
     cdef int _dial(self, int64_t now) except -1

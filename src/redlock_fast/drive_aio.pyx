@@ -3,9 +3,11 @@
 Given a plan, `drive` runs it in the task that awaits it. All tasks of a client share one `Driver`,
 which is bound to the loop it is first used on. Nothing here waits but `await`: sockets are never
 blocking, a reader is registered once per connection, a writer while connecting and after the socket
-took no more. What was queued in one turn of the loop leaves in one flush at its end. A round is one
-bare future; one timer serves all deadlines.
+took no more. What was queued in one turn of the loop leaves in one flush at its end. A task waits
+for a round as for a future (`Round`); one timer serves all deadlines.
 
+* The tasks whose rounds have ended are woken together, by a callback of ours that no task runs in;
+  what they ask next leaves at the end of it.
 * Drained before judged: the timer reads the sockets before it takes a silence for a failure.
 * A task may be cancelled wherever it waits: its plan is closed, so its clean-ups are queued, and
   the flush is scheduled. Replies that are still to come keep their places.
@@ -18,9 +20,9 @@ are closed without touching the loop or its selector.
 
 import os
 import weakref
-from asyncio import BaseEventLoop, Future, get_running_loop
+from asyncio import CancelledError, InvalidStateError, get_running_loop
 from collections import deque
-from functools import partial
+from contextvars import copy_context
 from heapq import heapify, heappop, heappush
 
 cimport cython
@@ -48,6 +50,9 @@ cdef extern from "Python.h":
         PYGEN_ERROR
         PYGEN_NEXT
     PySendResult PyIter_Send(object generator, object value, PyObject** result) except PYGEN_ERROR
+    unsigned long PyThread_get_thread_ident() noexcept
+    int PyContext_Enter(object context) except -1
+    int PyContext_Exit(object context) except -1
 
 cdef extern from "<sys/socket.h>" nogil:
     int SOL_SOCKET, SO_ERROR, SO_LINGER, MSG_DONTWAIT, MSG_NOSIGNAL
@@ -71,6 +76,7 @@ cdef enum:
     RX_SIZE = 64 * 1024         # bytes that one recv may bring
     MAX_READS = 16              # recvs of one socket in a row
     MAX_INSIDE = 1024           # acquiring rounds under way; others may be twice as many
+    MAX_ROUSED = 256            # tasks that are woken in a row
 cdef int64_t NEVER = 0x7FFFFFFFFFFFFFFF
 cdef int64_t MS = 1_000_000
 # A connection that was idle so long is looked at before anything is sent (DESIGN, rule 11).
@@ -82,9 +88,6 @@ cdef int64_t TICK_MOST_NS = 200 * MS
 cdef int64_t CLOSE_NS = 5_000 * MS
 # A timer is set no further ahead; it looks again then.
 cdef int64_t TIMER_MOST_NS = 3_600_000 * MS
-
-# Loops whose `create_future` does nothing else than to make an `asyncio.Future`.
-cdef tuple _PLAIN = (BaseEventLoop.create_future,)
 
 cdef object _drivers = weakref.WeakSet()
 
@@ -107,6 +110,169 @@ cdef class Chan:
         buf_free(&self.pend)
 
 
+@cython.freelist(256)
+@cython.final
+cdef class Round:
+    """One round, for the one coroutine that awaits it; begins when it is awaited.
+
+    It is the iterator that `await` drives, and yields itself, once: to its task it is a future, so
+    it has all that `asyncio.isfuture` promises. A future of asyncio's own would have each task
+    woken by a callback, and a turn of the loop, of its own.
+    """
+
+    def __await__(self):
+        return self
+
+    def __next__(self):
+        cdef bint counted
+        if self.stage == FRESH:
+            try:
+                self.driver._launch(self)
+            except BaseException:
+                self._leave()
+                raise
+            self._asyncio_future_blocking = True
+            return self
+        if self.stage != ENDED:
+            self._leave()
+            raise RuntimeError("await wasn't used with future")
+        counted = self.counted and self.life == self.driver.life
+        self.counted = False
+        self.now_ns = self.driver._end(self.op) if counted else clock_ns()
+        if self.driver.closed:
+            self.failure = ClosedError("the client was closed while the call waited")
+        elif self.life != self.driver.life:
+            self.failure = RuntimeError("this process was forked in the middle of the call")
+        if self.failure is not None:
+            self._leave()
+            raise self.failure
+        raise StopIteration
+
+    def throw(self, kind, value=None, traceback=None):
+        """An exception comes in where it is awaited: nobody waits for the round any more."""
+        self._leave()
+        if value is None:
+            value = kind() if isinstance(kind, type) else kind
+        raise value if traceback is None else value.with_traceback(traceback)
+
+    def close(self):
+        """The coroutine is thrown away."""
+        self._leave()
+
+    cdef int _leave(self) except -1:
+        cdef bint begun = self.stage != FRESH
+        cdef bint counted = self.counted and self.life == self.driver.life
+        self.counted = False
+        if self.stage < ENDED:
+            self.stage = CANCELLED
+        if begun:
+            self.driver._abandon(self.op, counted)
+            if self.alone:
+                if self.op.kind == ACQUIRE:
+                    self.driver.fleet.clean_up(self.op)
+                self.driver._settle()
+        return 0
+
+    cdef int _end(self) except -1:
+        """It is over: call who waits, here and now. Not to be done while a task runs."""
+        cdef object callback = self.callback
+        cdef object context = self.context
+        cdef list others = self.others
+        self.stage = ENDED
+        self.callback = self.context = self.others = None
+        if callback is not None:
+            self._call(callback, context)
+        if others is not None:
+            for callback, context in others:
+                self._call(callback, context)
+        return 0
+
+    cdef int _call(self, object callback, object context) except -1:
+        try:
+            PyContext_Enter(context)
+            try:
+                callback(self)
+            finally:
+                PyContext_Exit(context)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as exc:
+            self.loop.call_exception_handler(
+                {"message": f"Exception in callback {callback!r}", "exception": exc}
+            )
+        return 0
+
+    cdef int _call_soon(self) except -1:
+        """Have who waits called by the loop."""
+        if self.callback is not None:
+            self.loop.call_soon(self.callback, self, context=self.context)
+        if self.others is not None:
+            for callback, context in self.others:
+                self.loop.call_soon(callback, self, context=context)
+        self.callback = self.context = self.others = None
+        return 0
+
+    # -- a future, as tasks see it -----------------------------------------------------------------
+
+    def get_loop(self):
+        """The loop whose tasks may await it."""
+        return self.loop
+
+    def add_done_callback(self, callback, *, context=None):
+        """Call it with this round when the round is over."""
+        if context is None:
+            context = copy_context()
+        if self.stage >= ENDED:
+            self.loop.call_soon(callback, self, context=context)
+        elif self.callback is None:
+            self.callback = callback
+            self.context = context
+        else:
+            if self.others is None:
+                self.others = []
+            self.others.append((callback, context))
+
+    def remove_done_callback(self, callback):
+        """Do not call it; returns how many there were."""
+        cdef list rows = [] if self.callback is None else [(self.callback, self.context)]
+        cdef list left
+        if self.others is not None:
+            rows += self.others
+        left = [row for row in rows if row[0] != callback]
+        self.callback = self.context = self.others = None
+        for row in left:
+            self.add_done_callback(row[0], context=row[1])
+        return len(rows) - len(left)
+
+    def done(self):
+        """Is the wait over?"""
+        return self.stage >= ENDED
+
+    def cancelled(self):
+        """Was the wait cancelled?"""
+        return self.stage == CANCELLED
+
+    def cancel(self, msg=None):
+        """End the wait, unless it is over."""
+        if self.stage >= ENDED:
+            return False
+        self.stage = CANCELLED
+        self.message = msg
+        self._call_soon()
+        return True
+
+    def result(self):
+        """None, once the round is over."""
+        if self.stage == CANCELLED:
+            raise CancelledError() if self.message is None else CancelledError(self.message)
+        if self.stage != ENDED:
+            raise InvalidStateError("the round is not over yet")
+
+    def exception(self):
+        """None, once the round is over: what it has to raise is raised where it is awaited."""
+        return self.result()
+
+
 @cython.final
 cdef class Driver:
     """Runs the plans of one client.
@@ -123,6 +289,7 @@ cdef class Driver:
             raise MemoryError("no memory for a client")
         self.chans = [None] * (2 * self.n)
         self.flush_callback = self._flush
+        self.wake_callback = self._on_wake
         self.read_callback = self._on_readable
         self.write_callback = self._on_writable
         self.timer_callback = self._on_timer
@@ -144,12 +311,9 @@ cdef class Driver:
             RuntimeError: called from another loop than the client's, which is still open.
         """
         cdef bint ended = False
-        cdef bint held = False      # a place among the rounds under way
-        cdef int life
-        cdef Op op = None
+        cdef Round what
         cdef object step, future, answer = None
-        self._enter()
-        life = self.life
+        self.enter()
         try:
             while True:
                 ended = True        # unless it says otherwise: also when it raises
@@ -158,19 +322,13 @@ cdef class Driver:
                 if ended:
                     return step
                 if type(step) is Op:
-                    op = <Op> step
-                    if self._full(op):
-                        await self._turn(op)
-                    else:
-                        self.inside += 1
-                    held = True
-                    await self._begin(op)
-                    held = False
-                    answer = self._end(op)
-                    op = None
+                    what = self._round(<Op> step, False)
+                    await what
+                    answer = what.now_ns
                 elif step is None:
                     answer = clock_ns()
                 else:
+                    self._settle()
                     future = self._sleeper(clock_ns() + <int64_t> step)
                     try:
                         await future
@@ -181,11 +339,23 @@ cdef class Driver:
                         raise ClosedError("the client was closed while the call waited")
                     answer = clock_ns()
         finally:
-            if op is not None:
-                self._abandon(op, held and life == self.life)
             if not ended:
                 plan.close()        # lets the plan clean up what it has sent
             self._settle()
+
+    cpdef Round attempt(self, Op op):
+        """A round without a plan, to be awaited; `now_ns` is when it ended.
+
+        If the wait is cut short, what an acquire has sent is cleaned up. Raises what `drive` does.
+        """
+        return self._round(op, True)
+
+    cdef Round _round(self, Op op, bint alone):
+        cdef Round what = Round.__new__(Round)
+        what.driver = self
+        what.op = op
+        what.alone = alone
+        return what
 
     cdef object _advance(self, object plan, object answer):
         """One step of a plan; `over` says whether it was the last one, and this is the result."""
@@ -208,11 +378,18 @@ cdef class Driver:
 
     # -- the loop ----------------------------------------------------------------------------------
 
-    cdef int _enter(self) except -1:
-        """Bind to the running loop, or see that it is the one."""
-        cdef object loop = get_running_loop()
-        if loop is not self.loop:
-            self._bind(loop)
+    cpdef int enter(self) except -1:
+        """Bind to the running loop, or see that it is the one.
+
+        Raises:
+            ClosedError, RuntimeError: see `drive`.
+        """
+        cdef object loop
+        # (Asking costs a system call before Python 3.12.)
+        if not self.rousing or self.rouser != PyThread_get_thread_ident():
+            loop = get_running_loop()
+            if loop is not self.loop:
+                self._bind(loop)
         if self.closed:
             raise ClosedError("the client is closed")
         return 0
@@ -227,8 +404,6 @@ cdef class Driver:
         self.call_soon = loop.call_soon
         self.call_later = loop.call_later
         self.new_future = loop.create_future
-        if getattr(type(loop), "create_future", None) in _PLAIN:
-            self.new_future = partial(Future, loop=loop)    # what that does, in C
         self.loop = loop
         return 0
 
@@ -238,12 +413,13 @@ cdef class Driver:
         self.loop = self.call_soon = self.call_later = self.new_future = self.timer = None
         self.timer_ns = NEVER
         self.tick_ns = NEVER
-        self.scheduled = False
+        self.scheduled = self.rousing = self.waking = False
         self.grace_ns = self.active_ns = 0
         self.inside = 0
         self.stale = 0
         self.inbox = []
-        self.rounds = deque()
+        self.rounds = []
+        self.passed = 0
         self.heap = []
         self.parts = []
         self.watchers = []
@@ -254,7 +430,7 @@ cdef class Driver:
     cdef int _start_anew(self) except -1:
         """The loop was closed: its futures will never be awaited again. Debts stay."""
         cdef int64_t now = clock_ns()
-        cdef list left = list(self.rounds)
+        cdef list left = self.rounds[self.passed:]
         cdef int heard = len(self.fleet.news)
         cdef Link link
         cdef Op op
@@ -292,57 +468,62 @@ cdef class Driver:
 
     # -- a round -----------------------------------------------------------------------------------
 
-    cdef bint _full(self, Op op) noexcept:
-        """Has it to wait for its turn?"""
+    cdef int _launch(self, Round what) except -1:
+        """Begin a round, or let it wait for its turn."""
+        cdef Op op = what.op
+        self.enter()
+        what.life = self.life
+        what.loop = self.loop
         if op.kind == ACQUIRE:
-            return self.inside >= MAX_INSIDE or len(self.tries) > 0
-        return self.inside >= 2 * MAX_INSIDE or len(self.others) > 0
-
-    async def _turn(self, Op op):
-        """Wait until there is room for another round; it is ours then."""
-        cdef int life = self.life
-        cdef object future = self.new_future()
-        (self.tries if op.kind == ACQUIRE else self.others).append(future)
-        try:
-            await future
-        except BaseException:
-            if life == self.life and future.done() and not future.cancelled():
-                self.inside -= 1        # it was ours already
-                self._admit()
-            raise
-        if self.closed:
-            self.inside -= 1
-            raise ClosedError("the client was closed while the call waited")
+            if self.inside < MAX_INSIDE and not self.tries:
+                return self._begin(what)
+            self.tries.append(what)
+        else:
+            if self.inside < 2 * MAX_INSIDE and not self.others:
+                return self._begin(what)
+            self.others.append(what)
+        what.stage = QUEUED
+        op.asked_ns = clock_ns()
+        return 0
 
     cdef int _admit(self) except -1:
         """Rounds have ended: let others begin."""
-        cdef object future
-        while self.others and (self.inside < 2 * MAX_INSIDE or self.closed):
-            future = self.others.popleft()
-            if not future.done():
-                self.inside += 1
-                future.set_result(None)
-        while self.tries and (self.inside < MAX_INSIDE or self.closed):
-            future = self.tries.popleft()
-            if not future.done():
-                self.inside += 1
-                future.set_result(None)
+        while self.others and self.inside < 2 * MAX_INSIDE:
+            self._admit_one(<Round> self.others.popleft())
+        while self.tries and self.inside < MAX_INSIDE:
+            self._admit_one(<Round> self.tries.popleft())
         return 0
 
-    cdef object _begin(self, Op op):
-        """Queue a round; returns the future that is resolved when it ends.
+    cdef int _admit_one(self, Round what) except -1:
+        """It is its turn, unless nobody waits for it any more."""
+        if what.stage != QUEUED:
+            return 0
+        try:
+            self._begin(what)
+        except BaseException as exc:    # its own trouble, not that of who made room for it
+            what.failure = exc
+            what.stage = ENDED
+            what._call_soon()
+        return 0
+
+    cdef int _begin(self, Round what) except -1:
+        """Queue a round; its end is seen by `_rouse`.
 
         That is never before the next turn, even if there was nobody to ask: a task that tries again
         and again must not keep the loop to itself.
         """
         cdef int64_t now = clock_ns()
-        cdef object future
-        if now - self.active_ns >= IDLE_NS or self.fleet.overdue(now):
+        cdef Op op = what.op
+        # (Not for each of the rounds that leave together.)
+        if not self.scheduled and (now - self.active_ns >= IDLE_NS or self.fleet.overdue(now)):
             now = self._freshen(now)
         op.inbox = self.inbox
+        op.waiter = what
+        what.stage = ASKED
+        what.counted = True
+        self.inside += 1
         self.fleet.start(op, now)
         self._schedule(now)
-        future = op.waiter = self.new_future()
         if op.ended:
             self.inbox.append(op)
         elif op.k == 1:
@@ -353,30 +534,37 @@ cdef class Driver:
             self.parts.append(op)
         if op.limit_ns < self.timer_ns:
             self._arm(op.limit_ns, now)
-        return future
+        return 0
+
+    cdef int _pass_one(self) except -1:
+        """The first of `rounds` needs no deadline any more."""
+        self.rounds[self.passed] = None
+        self.passed += 1
+        if self.passed >= 256 and 2 * self.passed >= len(self.rounds):
+            del self.rounds[:self.passed]
+            self.passed = 0
+        return 0
 
     cdef int64_t _end(self, Op op) except -1:
-        """A round has ended, or the client was closed. Returns the time."""
+        """A round has ended, or the client was closed, and its task goes on. Returns the time."""
         cdef Op first
         self.inside -= 1
         op.waiter = None
         if op.hoping or op.k > 1:
             self.fleet.finish(op)
-        while self.rounds:
-            first = <Op> self.rounds[0]
+        while self.passed < len(self.rounds):
+            first = <Op> self.rounds[self.passed]
             if not first.ended and first.waiter is not None:
                 break
-            self.rounds.popleft()
+            self._pass_one()
         if self.tries or self.others:
             self._admit()
-        if self.closed:
-            raise ClosedError("the client was closed while the call waited")
         self.active_ns = clock_ns()
         return self.active_ns
 
-    cdef int _abandon(self, Op op, bint held) except -1:
+    cdef int _abandon(self, Op op, bint counted) except -1:
         """Nobody waits for this round any more; what it has sent stands. A release goes out."""
-        if held:
+        if counted:
             self.inside -= 1
             self._admit()
         op.waiter = None
@@ -428,9 +616,10 @@ cdef class Driver:
     # -- sending -----------------------------------------------------------------------------------
 
     cdef int _schedule(self, int64_t now) except -1:
-        """Have everything sent at the end of this turn."""
+        """Have everything sent at the end of this turn, or of our own callback."""
         if not self.scheduled:
-            self.call_soon(self.flush_callback)
+            if not self.rousing:
+                self.call_soon(self.flush_callback)
             self.scheduled = True
             self.queued_ns = now
         return 0
@@ -456,7 +645,7 @@ cdef class Driver:
             if c is not None and link is not None and not c.opening and speaks(link):
                 self._send(c, link, now)
         if self.inbox:
-            self._wake()
+            self._rouse_soon()
         if self.fleet.news:
             plans.tell(self.fleet)
         if self.tick_ns == NEVER and self.fleet.owes():
@@ -536,6 +725,7 @@ cdef class Driver:
         if c.opening:
             self._opened(c)
             self._looked(clock_ns())
+            self._rouse()
             return
         link = link_at(self.fleet, c.slot)
         while c.sent < c.pend.n:
@@ -549,6 +739,7 @@ cdef class Driver:
             elif errno != EINTR:
                 self._failed(c, link, os.strerror(errno), clock_ns())
                 self._looked(clock_ns())
+                self._rouse()
                 return
         self.loop.remove_writer(c.fd)
         c.writing = False
@@ -566,6 +757,7 @@ cdef class Driver:
             return
         self._read(c)
         self._looked(clock_ns())
+        self._rouse()
 
     cdef int _read(self, Chan c) except -1:
         """Read what is there, and tell the link."""
@@ -616,7 +808,7 @@ cdef class Driver:
         return 0
 
     cdef int _looked(self, int64_t now) except -1:
-        """Something has happened: debts, hopes, second connections, and who waits."""
+        """Something has happened: debts, hopes, second connections. `_rouse` is to follow."""
         cdef int64_t at
         cdef Link link
         cdef int i
@@ -624,8 +816,6 @@ cdef class Driver:
         if self.fleet.slots > self.n:
             self._settle_rivals(now)
         self.fleet.serve(now)
-        if self.inbox:
-            self._wake()
         at = self.fleet.next_ns()
         if at <= now:
             self._dial(now)
@@ -648,15 +838,49 @@ cdef class Driver:
             self.watchers.clear()
         return 0
 
-    cdef int _wake(self) except -1:
-        """Wake the tasks whose rounds have ended."""
+    def _on_wake(self):
+        """Rounds have ended, but not in a callback of ours."""
+        self.waking = False
+        self._rouse()
+
+    cdef int _rouse_soon(self) except -1:
+        if not self.waking and self.loop is not None:
+            self.call_soon(self.wake_callback)
+            self.waking = True
+        return 0
+
+    cdef int _rouse(self) except -1:
+        """Wake the tasks whose rounds have ended, and send what they ask next.
+
+        The last thing that a callback of ours does, never done while a task runs. Bounded: others
+        have a turn in between.
+        """
+        cdef list ended
         cdef Op op
-        for op in self.inbox:
-            if op.waiter is not None:
-                if not op.waiter.done():
-                    op.waiter.set_result(None)
+        cdef Round what
+        cdef Py_ssize_t i = 0
+        if not self.inbox:
+            return 0
+        ended = self.inbox[:MAX_ROUSED]
+        del self.inbox[:len(ended)]
+        self.rousing = True
+        self.rouser = PyThread_get_thread_ident()
+        try:
+            while i < len(ended):
+                op = <Op> ended[i]
+                i += 1
+                what = <Round> op.waiter
                 op.waiter = None
-        del self.inbox[:]
+                if what is not None and what.stage == ASKED:
+                    what._end()
+        finally:
+            # (A task may have ended all this with KeyboardInterrupt or SystemExit.)
+            self.rousing = False
+            self.inbox[:0] = ended[i:]
+            if self.inbox:
+                self._rouse_soon()
+            if self.scheduled:
+                self._flush()
         return 0
 
     cdef int64_t _freshen(self, int64_t now) except -1:
@@ -682,6 +906,8 @@ cdef class Driver:
         self._bury_down()
         self._dial(now)
         self._looked(now)
+        if self.inbox:
+            self._rouse_soon()      # a task may be running
         return clock_ns()
 
     # -- connections -------------------------------------------------------------------------------
@@ -853,8 +1079,8 @@ cdef class Driver:
         if self.fleet.overdue(now) or self.fleet.next_ns() <= now:
             now = self._freshen(now)
             fresh = True
-        while self.rounds:
-            op = <Op> self.rounds[0]
+        while self.passed < len(self.rounds):
+            op = <Op> self.rounds[self.passed]
             if not op.ended and op.waiter is not None:
                 if max(op.limit_ns, self.grace_ns) > now:
                     break
@@ -864,7 +1090,7 @@ cdef class Driver:
                     fresh = True
                     continue
                 self._expire(op, now)
-            self.rounds.popleft()
+            self._pass_one()
         while self.heap and self.heap[0][0] <= now:
             what = heappop(self.heap)[2]
             if type(what) is not Op:
@@ -897,13 +1123,12 @@ cdef class Driver:
         self._bury_down()
         self._looked(now)
         self._rearm(now)
+        self._rouse()
 
     cdef int _expire(self, Op op, int64_t now) except -1:
         """A round's time is up."""
         self.fleet.expire(op, now)
-        if not op.waiter.done():
-            op.waiter.set_result(None)
-        op.waiter = None
+        self.inbox.append(op)
         return 0
 
     cdef int _arm(self, int64_t at, int64_t now) except -1:
@@ -920,8 +1145,10 @@ cdef class Driver:
     cdef int _rearm(self, int64_t now) except -1:
         """Set the timer for the next deadline, if there is any."""
         cdef int64_t at = min(self.fleet.next_ns(), self.tick_ns)
-        if self.rounds:
-            at = min(at, max((<Op> self.rounds[0]).limit_ns, self.grace_ns))
+        cdef Op op
+        if self.passed < len(self.rounds):
+            op = <Op> self.rounds[self.passed]
+            at = min(at, max(op.limit_ns, self.grace_ns))
         if self.heap:
             at = min(at, <int64_t> self.heap[0][0])
         if at < self.timer_ns:
@@ -941,7 +1168,7 @@ cdef class Driver:
         """Open the connections; returns when each is ready or has failed, or after `limit_ns`."""
         cdef int64_t now = clock_ns()
         cdef int64_t until = now + limit_ns
-        self._enter()
+        self.enter()
         now = self._freshen(now)
         while self.fleet.connecting and now < until:
             await self._news(until)
@@ -984,15 +1211,22 @@ cdef class Driver:
     def _wake_all(self):
         """Let every waiting task see that the client was closed."""
         cdef Op op
-        cdef list futures = []
-        for op in self.rounds:
-            futures.append(op.waiter)
-        for _, _, what in self.heap:
-            futures.append((<Op> what).waiter if type(what) is Op else what)
-        for future in futures:
-            if future is not None and not future.done():
-                future.set_result(None)
-        self._admit()
+        cdef Round what
+        cdef list rounds = list(self.tries) + list(self.others)
+        self.tries.clear()
+        self.others.clear()
+        for op in self.rounds[self.passed:] + self.inbox:
+            rounds.append(op.waiter)
+            op.waiter = None
+        for _, _, sleeper in self.heap:
+            if type(sleeper) is Op:
+                rounds.append((<Op> sleeper).waiter)
+            elif not sleeper.done():
+                sleeper.set_result(None)
+        for what in rounds:
+            if what is not None and what.stage < ENDED:
+                what.stage = ENDED
+                what._call_soon()
 
     def _tear_down(self):
         """Close the connections, in good order: what was sent is delivered."""

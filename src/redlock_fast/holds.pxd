@@ -3,8 +3,9 @@
 from libc.stdint cimport int64_t
 
 from redlock_fast._core.fleet cimport Fleet
+from redlock_fast._core.op cimport Op
 from redlock_fast.arguments cimport resource_key, ttl_ms
-from redlock_fast.plan cimport Hold, Settings
+from redlock_fast.plan cimport Hold, Settings, attempt
 
 cimport cython
 
@@ -19,6 +20,7 @@ cdef class BaseClient:
     cdef int64_t _connect_ns
 
     cpdef _plan_acquire(self, object resource, object ttl, object wait)
+    cpdef Op _first_try(self, object resource, object ttl)
 
     @cython.locals(hold=Hold)
     cpdef _claimed(self, object lock, object resource)

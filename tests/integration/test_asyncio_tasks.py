@@ -19,7 +19,7 @@ from integration.bridge import Run, ready, soon
 from integration.fakes import SILENCE, MakeFake
 from integration.helpers import HOUR, NT, are_clean, black_hole, closed_port, keys_of
 
-from redlock_fast import LockLost, NoQuorum, NotAcquired
+from redlock_fast import LockLost, NoQuorum, NotAcquired, plan, rules
 from redlock_fast import asyncio as aio
 from redlock_fast.testing import LocalMasters, MakeLocalMasters
 
@@ -144,6 +144,29 @@ def test_who_waits_for_a_turn_may_be_cancelled(run: Run, masters: LocalMasters) 
             assert all(await client.release_many(locks[::2]))  # type: ignore[arg-type]
             await soon(lambda: are_clean(masters))
             assert client._driver.inside == 0
+
+    run(main())
+
+
+def test_a_round_knows_since_when_it_waits_for_its_turn(run: Run, masters: LocalMasters) -> None:
+    async def main() -> None:
+        async with ready(masters, master_timeout=5000) as client:
+            fleet, settings, driver = client._fleet, client._settings, client._driver
+            rounds = [
+                driver.attempt(plan.attempt(fleet, settings, b"res %d" % i, HOUR))
+                for i in range(1100)
+            ]
+
+            async def wait_for(attempt: Any) -> None:
+                await attempt
+
+            await asyncio.gather(*map(wait_for, rounds))
+            assert [attempt.op.verdict() for attempt in rounds] == [rules.YES] * 1100
+            waited = [attempt.op for attempt in rounds if attempt.op.asked_ns]
+            assert waited == [attempt.op for attempt in rounds[1024:]]
+            assert all(op.asked_ns < op.start_ns for op in waited)
+        for master in masters:
+            master.command("FLUSHALL")
 
     run(main())
 

@@ -22,7 +22,7 @@ cdef tuple _SCRIPTS = (None, scripts.RELEASE, scripts.EXTEND, scripts.LOOK)
 _WORDS = (None, "granted", "taken", "ours", "foreign", "missing", "unasked")
 
 
-@cython.freelist(64)
+@cython.freelist(256)
 @cython.final
 cdef class Op:
     """One round over `n` masters.

@@ -1,0 +1,283 @@
+"""How a task waits for its round: woken with others, in its own context, and as for a future."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar, copy_context
+from typing import Any
+
+import pytest
+from integration.bridge import LOOPS, Run, new_loop, ready, soon
+from integration.helpers import HOUR, are_clean, eventually, keys_of
+
+from redlock_fast import asyncio as aio
+from redlock_fast.testing import LocalMasters
+
+TASKS = 600  # more than are woken in a row
+
+
+def task_of_python(loop: asyncio.AbstractEventLoop, coroutine: Any, **keywords: Any) -> Any:
+    """The task that asyncio has in Python, where there is no C."""
+    return asyncio.tasks._PyTask(coroutine, loop=loop, **keywords)  # type: ignore[attr-defined]
+
+
+# From 3.12 on there is a third kind.
+FACTORIES = [None, task_of_python]
+if sys.version_info >= (3, 12):
+    FACTORIES.append(asyncio.eager_task_factory)
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+@pytest.mark.parametrize("debug", [False, True])
+def test_each_task_goes_on_as_itself(
+    run: Run, masters: LocalMasters, factory: Any, debug: bool
+) -> None:
+    """Many are woken in a row, each in its own context, as the task that is running."""
+    mine: ContextVar[int] = ContextVar("mine")
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_debug(debug)
+        loop.slow_callback_duration = 10
+        loop.set_task_factory(factory)
+        mine.set(-1)
+        async with ready(masters, master_timeout=10_000) as client:
+
+            async def work(i: int) -> None:
+                task = asyncio.current_task()
+                for turn in range(3):
+                    mine.set(3 * i + turn)
+                    lock = await client.acquire(f"res {i}", HOUR)
+                    assert lock
+                    assert (mine.get(), asyncio.current_task()) == (3 * i + turn, task)
+                    assert await lock.release()
+                    assert (mine.get(), asyncio.current_task()) == (3 * i + turn, task)
+
+            await asyncio.gather(*[loop.create_task(work(i)) for i in range(TASKS)])
+            assert mine.get() == -1
+            assert client._driver.inside == 0
+
+    run(main())
+    assert are_clean(masters)
+
+
+def test_a_task_that_is_woken_cancels_the_others(run: Run, masters: LocalMasters) -> None:
+    """Their rounds have ended as well, in the same read: what they were granted is deleted."""
+
+    async def main() -> None:
+        async with ready(masters) as client:
+            tasks: list[Any] = []
+
+            async def work(i: int) -> bool:
+                lock = await client.acquire(f"res {i}", HOUR)
+                for task in tasks:
+                    if task is not asyncio.current_task():
+                        task.cancel("enough")
+                return lock is not None and await lock.release()
+
+            for _ in range(5):
+                tasks[:] = [asyncio.ensure_future(work(i)) for i in range(50)]
+                done = await asyncio.gather(*tasks, return_exceptions=True)
+                # (Who was cancelled may cancel nobody, and somebody was first.)
+                assert {type(each) for each in done} <= {bool, asyncio.CancelledError}
+                assert asyncio.CancelledError in map(type, done)
+            assert client._driver.inside == 0
+            await soon(lambda: are_clean(masters))
+
+    run(main())
+
+
+def test_the_ways_to_bound_a_call(run: Run, masters: LocalMasters) -> None:
+    async def main() -> None:
+        async with ready(masters, master_timeout=5000) as client:
+            assert await asyncio.wait_for(client.acquire("a", HOUR), 5)
+            held = await asyncio.shield(client.acquire("b", HOUR))
+            assert held
+            done, _ = await asyncio.wait([asyncio.ensure_future(held.release())])
+            assert done.pop().result() is True
+            for master in masters:
+                master.pause()
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(client.acquire("c", HOUR), 0.02)
+            # Who shields it may be cancelled; the call goes on.
+            call = asyncio.ensure_future(client.acquire("d", HOUR))
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.shield(call), 0.02)
+            if sys.version_info >= (3, 11):
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.02):
+                        await client.acquire("e", HOUR)
+                with pytest.raises(ExceptionGroup):  # noqa: F821
+                    async with asyncio.TaskGroup() as group:
+                        group.create_task(client.acquire("f", HOUR))
+                        await asyncio.sleep(0)
+                        raise ValueError
+            for master in masters:
+                master.resume()
+            lock = await call
+            assert lock
+            await soon(lambda: client._driver.inside == 0 and not client._fleet.unsettled)
+            for master in masters:
+                assert set(master.command("KEYS", "*")) == {b"a", b"d"}
+
+    run(main())
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_who_ends_the_loop_takes_nobody_along(masters: LocalMasters, kind: str) -> None:
+    """A task raises SystemExit, in the middle of a row of tasks that are woken."""
+    loop = new_loop(kind)
+    client = aio.Redlock([master.url for master in masters], master_timeout=5000)
+    ends = []
+
+    async def work(i: int) -> None:
+        lock = await client.acquire(f"res {i}", HOUR)
+        if i == 5:
+            raise SystemExit(7)
+        assert lock
+        ends.append(await lock.release())
+
+    async def main() -> None:
+        await client.connect()
+        tasks.extend(asyncio.ensure_future(work(i)) for i in range(20))
+        await asyncio.wait(tasks)
+
+    tasks: list[asyncio.Future[None]] = []
+    whole = loop.create_task(main())
+    with pytest.raises(SystemExit):
+        loop.run_until_complete(whole)
+    loop.run_until_complete(whole)
+    assert ends == [True] * 19
+    assert isinstance(tasks[5].exception(), SystemExit)
+    loop.run_until_complete(client.aclose())
+    loop.close()
+    eventually(lambda: keys_of(masters) == [[b"res 5"]] * 3)
+    for master in masters:
+        master.command("FLUSHALL")
+
+
+# -- the future that a task sees -----------------------------------------------------------------
+
+
+async def until_it_waits(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Step it by hand, as a task would: the future that it waits for."""
+    future = coroutine.send(None)
+    assert asyncio.isfuture(future)
+    assert future._asyncio_future_blocking is True
+    future._asyncio_future_blocking = False
+    assert future.get_loop() is asyncio.get_running_loop()
+    return future
+
+
+def test_a_round_is_a_future(masters: LocalMasters) -> None:
+    problems: list[dict[str, Any]] = []
+    heard: list[Any] = []
+    where: ContextVar[str] = ContextVar("where")
+
+    def hear(what: Any) -> Callable[[Any], None]:
+        return lambda future: heard.append((what, where.get(""), future.done()))
+
+    def fail(_: object) -> None:
+        raise ValueError("of a callback")
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: problems.append(what))
+        async with ready(masters) as client:
+            coroutine = client.acquire("res", HOUR)
+            future = await until_it_waits(coroutine)
+            assert (future.done(), future.cancelled()) == (False, False)
+            with pytest.raises(asyncio.InvalidStateError):
+                future.result()
+            with pytest.raises(asyncio.InvalidStateError):
+                future.exception()
+            where.set("here")
+            elsewhere = copy_context()
+            elsewhere.run(where.set, "elsewhere")
+            removed = hear("removed")
+            future.add_done_callback(fail)
+            future.add_done_callback(hear(1))
+            future.add_done_callback(removed)
+            future.add_done_callback(hear(2), context=elsewhere)
+            future.add_done_callback(removed)
+            assert future.remove_done_callback(removed) == 2
+            where.set("changed")
+            await asyncio.wait([future])
+            assert heard == [(1, "here", True), (2, "elsewhere", True)]
+            assert [str(problem["exception"]) for problem in problems] == ["of a callback"]
+            assert (future.done(), future.cancelled(), future.cancel()) == (True, False, False)
+            assert (future.result(), future.exception()) == (None, None)
+            # Now that it is done, who asks hears at once, but not before the next turn.
+            future.add_done_callback(hear(3))
+            assert len(heard) == 2
+            await asyncio.sleep(0)
+            assert heard[2:] == [(3, "changed", True)]
+            with pytest.raises(StopIteration) as stop:
+                coroutine.send(None)
+            lock = stop.value.value
+            assert isinstance(lock, aio.Lock)
+            assert await lock.release()
+
+    asyncio.run(main())
+
+
+def test_a_round_that_is_cancelled(masters: LocalMasters) -> None:
+    async def main() -> None:
+        async with ready(masters) as client:
+            coroutine = client.acquire("res", HOUR)
+            future = await until_it_waits(coroutine)
+            heard: list[Any] = []
+            future.add_done_callback(heard.append)
+            future.add_done_callback(heard.append)
+            assert future.cancel("that is why")
+            assert not future.cancel()
+            assert (future.done(), future.cancelled(), heard) == (True, True, [])
+            await asyncio.sleep(0)
+            assert heard == [future, future]
+            with pytest.raises(asyncio.CancelledError, match="that is why") as cancelled:
+                future.result()
+            with pytest.raises(asyncio.CancelledError):
+                future.exception()
+            with pytest.raises(RuntimeError, match="await wasn't used with future"):
+                coroutine.send(None)
+            coroutine = client.acquire("other", HOUR)
+            future = await until_it_waits(coroutine)
+            with pytest.raises(RuntimeError, match="await wasn't used with future"):
+                coroutine.send(None)  # it is not over
+            coroutine = client.acquire("third", HOUR)
+            await until_it_waits(coroutine)
+            with pytest.raises(asyncio.CancelledError) as thrown:
+                coroutine.throw(cancelled.value)
+            assert thrown.value is cancelled.value
+            assert client._driver.inside == 0
+            await soon(lambda: are_clean(masters))
+
+    asyncio.run(main())
+
+
+def test_a_fork_in_the_middle_of_a_call(masters: LocalMasters) -> None:
+    """The child owns nothing of what its parent is about to get."""
+
+    async def main() -> None:
+        async with ready(masters) as client:
+            coroutine = client.acquire("res", HOUR)
+            future = await until_it_waits(coroutine)
+            await asyncio.wait([future])
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    coroutine.send(None)
+                except RuntimeError as error:
+                    code = 0 if "forked" in str(error) else 2
+                finally:
+                    os._exit(code)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            with pytest.raises(StopIteration) as stop:
+                coroutine.send(None)
+            assert await stop.value.value.release()
+
+    asyncio.run(main())
+    eventually(lambda: are_clean(masters))
