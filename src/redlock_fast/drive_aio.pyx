@@ -23,6 +23,7 @@ import weakref
 from asyncio import CancelledError, InvalidStateError, get_running_loop
 from collections import deque
 from contextvars import copy_context
+from functools import partial
 from heapq import heapify, heappop, heappush
 
 cimport cython
@@ -995,6 +996,7 @@ cdef class Driver:
     def _on_answer(self):
         if self.loop is not None:
             self._looked(clock_ns())
+            self._rouse()
 
     cdef int _opened(self, Chan c) except -1:
         """The connect has come to its end: greet, or give up."""
