@@ -121,6 +121,7 @@ cdef class Driver:
     cdef int _failed(self, Chan c, Link link, str cause, int64_t now) except -1
     cdef int _shut(self, int slot, bint abort) except -1
     cdef int _bury_down(self) except -1
+    cdef int _keep_time(self) except -1
     cdef int _expire(self, Op op, int64_t now) except -1
     cdef int _arm(self, int64_t at, int64_t now) except -1
     cdef int _rearm(self, int64_t now) except -1

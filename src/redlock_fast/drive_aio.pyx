@@ -628,6 +628,7 @@ cdef class Driver:
     def _flush(self):
         """Send what was queued since the last turn."""
         cdef int64_t now, at
+        cdef object raised = None
         cdef Link link
         cdef Chan c
         cdef int i
@@ -644,7 +645,10 @@ cdef class Driver:
             link = link_at(self.fleet, i)
             c = <Chan> self.chans[i]
             if c is not None and link is not None and not c.opening and speaks(link):
-                self._send(c, link, now)
+                try:
+                    self._send(c, link, now)
+                except BaseException as exc:
+                    raised = exc        # a signal handler's, of which the others know nothing
         if self.inbox:
             self._rouse_soon()
         if self.fleet.news:
@@ -656,6 +660,8 @@ cdef class Driver:
         at = min(self.fleet.next_ns(), self.tick_ns)
         if at < self.timer_ns:
             self._arm(at, now)
+        if raised is not None:
+            raise raised
 
     def _refill(self, int64_t now):
         """The next chunks of batches that have more to send."""
@@ -756,9 +762,11 @@ cdef class Driver:
         """Bytes have come, or the end."""
         if c.fd < 0:
             return
-        self._read(c)
-        self._looked(clock_ns())
-        self._rouse()
+        try:
+            self._read(c)
+        finally:
+            self._looked(clock_ns())
+            self._rouse()
 
     cdef int _read(self, Chan c) except -1:
         """Read what is there, and tell the link."""
@@ -797,8 +805,10 @@ cdef class Driver:
             if not well:
                 # No memory, say: the bytes are gone, and with them the order of the replies.
                 link.lines = 0
-                self.fleet.broke(link, "PROTO", "cannot parse replies", clock_ns())
+                if link.state != DOWN:
+                    link.broke("PROTO", "cannot parse replies", clock_ns())
                 self._shut(c.slot, True)
+                self.fleet.after_break(link)
         if got == 0:
             link.broke("closed", "connection closed by the server", clock_ns())
         elif got < 0 and errno != EAGAIN and errno != EINTR:
@@ -1068,14 +1078,21 @@ cdef class Driver:
 
     def _on_timer(self):
         """A deadline has come: of rounds, of sleepers, of the fleet; or debts are to be seen to."""
-        cdef int64_t now = clock_ns()
-        cdef Op op
-        cdef object what
-        cdef bint fresh = False
         self.timer = None
         self.timer_ns = NEVER
         if self.loop is None:
             return
+        try:
+            self._keep_time()
+        finally:        # whatever a signal handler raises, there is a next time
+            self._rearm(clock_ns())
+            self._rouse()
+
+    cdef int _keep_time(self) except -1:
+        cdef int64_t now = clock_ns()
+        cdef Op op
+        cdef object what
+        cdef bint fresh = False
         if self.scheduled and now - self.queued_ns > self.fleet.patience_ns // 2:
             self._flush()       # the loop was kept busy, and some run timers first
         if self.fleet.overdue(now) or self.fleet.next_ns() <= now:
@@ -1124,8 +1141,7 @@ cdef class Driver:
                 self.tick_ns = now + self.tick_pause_ns
         self._bury_down()
         self._looked(now)
-        self._rearm(now)
-        self._rouse()
+        return 0
 
     cdef int _expire(self, Op op, int64_t now) except -1:
         """A round's time is up."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
+from integration.bridge import Runner, ready
 from integration.helpers import (
     HOUR,
     NT,
@@ -35,22 +36,24 @@ class Within:
     """What happens inside the next call of an `SSLObject` of a client's.
 
     Attributes:
-        thread: only in this one.
+        thread, verb: only in this one.
         action: called once.
     """
 
     def __init__(self) -> None:
         self.thread = 0
+        self.verb = ""
         self.action: Callable[[], Any] | None = None
 
-    def do(self, action: Callable[[], Any]) -> None:
+    def do(self, action: Callable[[], Any], verb: str = "write") -> None:
         """In the next call of this thread's."""
         self.thread = threading.get_ident()
+        self.verb = verb
         self.action = action
 
-    def __call__(self) -> None:
+    def __call__(self, verb: str) -> None:
         action = self.action
-        if action is not None and self.thread == threading.get_ident():
+        if action is not None and (self.thread, self.verb) == (threading.get_ident(), verb):
             self.action = None
             action()
 
@@ -60,8 +63,13 @@ class _Open(ssl.SSLObject):
 
     def write(self, data: Any) -> int:
         if not self.server_side:
-            _Open.within()
+            _Open.within("write")
         return super().write(data)
+
+    def read(self, *args: Any) -> Any:
+        if not self.server_side:
+            _Open.within("read")
+        return super().read(*args)
 
 
 @pytest.fixture
@@ -241,4 +249,56 @@ def test_c94_a_handler_that_forks(
     _, status = os.waitpid(pid, 0)
     assert status == 0
     assert took[0] < SLACK_MS
+    eventually(lambda: are_clean(masters))
+
+
+class _Rung(Exception):
+    """What a signal handler raises."""
+
+
+def _ring() -> None:
+    raise _Rung
+
+
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_one_connection_is_interrupted(
+    fronts: list[TlsFront],
+    masters: LocalMasters,
+    make_client: MakeClient,
+    within: Within,
+    verb: str,
+) -> None:
+    client = make_client(fronts, master_timeout=5000)
+    within.do(_ring, verb)
+    with pytest.raises(_Rung), Stopwatch() as watch:
+        client.acquire("res", HOUR)
+    assert watch.ms < SLACK_MS
+    lock = client.acquire("res", HOUR, wait=5000)
+    assert lock
+    assert lock.release()
+    errors = [state_of(client, i)["errors"] for i in range(len(masters))]
+    assert sorted(map(str, errors)) == ["{'closed': 1}", "{}", "{}"]
+    eventually(lambda: are_clean(masters))
+
+
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_one_connection_is_interrupted_on_a_loop(
+    fronts: list[TlsFront], masters: LocalMasters, run: Runner, within: Within, verb: str
+) -> None:
+    """What the handler raises is the loop's; the round goes on with the other masters."""
+
+    async def main() -> None:
+        async with ready(fronts, master_timeout=5000) as client:
+            within.do(_ring, verb)
+            with Stopwatch() as watch:
+                lock = await client.acquire("res", HOUR)
+            assert watch.ms < SLACK_MS
+            assert lock
+            assert await lock.release()
+            errors = [row["errors"] for row in client.stats()["masters"]]
+            assert sorted(map(str, errors)) == ["{'closed': 1}", "{}", "{}"]
+
+    run(main())
+    assert [type(problem["exception"]) for problem in run.problems] == [_Rung]
+    run.problems.clear()
     eventually(lambda: are_clean(masters))
