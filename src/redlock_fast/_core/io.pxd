@@ -18,6 +18,7 @@ cdef extern from "<semaphore.h>" nogil:
 cdef enum:
     MAX_CHANS = 2 * MAX_MASTERS
     END_OF_FILE = -1            # in Chan.err
+    LEAST_REPLY = 4             # bytes: ":1" and the line's end
 
 # Why a wait ended.
 cdef enum:

@@ -76,9 +76,7 @@ cdef enum:
     RX_SIZE = 64 * 1024         # bytes that one recv may bring
     MAX_INB = 1024 * 1024       # bytes read and not parsed; past it the reader leaves the rest
     MAX_TAIL = 64 * 1024        # bytes without a line feed that the link has to see
-    # Of TLS: what a record of data begins with, and how short a reply can be (":1").
-    DATA_RECORD = 23
-    LEAST_REPLY = 4
+    DATA_RECORD = 23            # what a record of TLS begins with that holds data
 cdef int64_t NEVER = 0x7FFFFFFFFFFFFFFF
 
 

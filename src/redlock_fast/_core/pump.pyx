@@ -27,6 +27,7 @@ from posix.time cimport timespec
 from redlock_fast._core.fleet cimport CHUNK, Fleet, link_at
 from redlock_fast._core.io cimport (
     END_OF_FILE,
+    LEAST_REPLY,
     MAX_CHANS,
     OPENING,
     SERVING,
@@ -444,11 +445,16 @@ cdef class Pump:
         c.event = False
         err = c.err
         if link.state == READY:
+            if c.sealed:
+                c.extra = link.seal.extra
+                # The rest of an unfinished reply may be short.
+                c.rest = min(link.part.n, LEAST_REPLY - 1)
+                if c.rest and c.inb.n:
+                    c.ahead += 1        # it may be there already
+                    c.rest = LEAST_REPLY - 1
             if c.phase != SERVING or c.sealed:
                 # Not every line of the greeting, nor all that a record can hold, was a reply.
                 c.lines = link.booked + c.ahead
-            if c.sealed:
-                c.extra = link.seal.extra
             c.phase = SERVING
         pthread_mutex_unlock(&self.mover.mu)
         if link.state != DOWN and err:
