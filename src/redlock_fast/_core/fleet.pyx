@@ -22,6 +22,7 @@ from redlock_fast._core.link cimport (
     MAX_UNSENT,
     READY,
     Link,
+    speaks,
     wire_out,
 )
 from redlock_fast._core.op cimport ACQUIRE, MAX_MASTERS, RELEASE, Op, new_op
@@ -330,7 +331,7 @@ cdef class Fleet:
         for i in range(self.n):
             link = <Link> self.at[i]
             if (
-                link.state != READY or link.fresh or link.indebted or link.out.n
+                link.state != READY or link.fresh or link.indebted or speaks(link)
                 or link.retry_ns > now
                 or link.promised != link.booked and now - link.quiet_ns >= self.patience_ns
             ):
