@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from unit.world import ACQUIRE, DIALING, DOWN, GREETING, MS, READY, T0, make_fle
 
 from redlock_fast._core.fleet import Fleet
 from redlock_fast._core.op import Op
+from redlock_fast.options import Secret
 from redlock_fast.resolve import Answer
 
 A, B, C = [(socket.AF_INET, (f"127.0.0.{i}", 7001)) for i in (1, 2, 3)]
@@ -171,6 +173,46 @@ def test_an_old_answer_is_not_used(fleet: Fleet) -> None:
     answer.done = True
     fleet.dialing(0, T0 + 61_000 * MS)
     assert fleet.asks(0)
+
+
+def test_a_dial_that_was_given_up_is_not_gone_on_with(fleet: Fleet) -> None:
+    dial(fleet, T0, A, B)
+    # The loop was closed, say, and the next one comes a minute later.
+    fleet.lost(0, "closed", "its event loop was closed", T0 + 1 * MS)
+    link = fleet.links[0]
+    assert not link.between
+    assert dial(fleet, T0 + 60_000 * MS, A, B) == A
+    assert link.dial_limit_ns == T0 + 61_000 * MS
+
+
+def test_credentials_are_not_kept() -> None:
+    """Neither when the connection is ready nor when it has failed."""
+    provider = type("Provider", (), {"get_credentials": lambda self: None})()
+    fleet = make_fleet(
+        masters=[{"host": "127.0.0.1", "port": 7001, "credential_provider": provider}]
+    )
+    password = b"S3cr3t! " * 4
+    references = sys.getrefcount(password)
+    for ready in (True, False):
+        answer = found(A)
+        answer.username, answer.password = "app", Secret(password)
+        fleet.dialing(0, T0)
+        assert fleet.asks(0)
+        fleet.asked(0, answer, T0)
+        del answer
+        fleet.next_place(0, T0)
+        fleet.connected(0, T0)
+        assert fleet.take(0) == resp("AUTH", "app", password)
+        assert sys.getrefcount(password) > references
+        if ready:
+            for reply in (b"+OK\r\n", b":7\r\n", b"-ERR unknown command\r\n"):
+                fleet.receive(0, reply, T0)
+            assert fleet.links[0].state == READY
+        else:
+            fleet.receive(0, b"-WRONGPASS invalid username-password pair\r\n", T0)
+            assert fleet.links[0].state == DOWN
+        assert sys.getrefcount(password) == references
+        fleet.lost(0, "closed", "connection closed by the server", T0)
 
 
 def test_a_name_that_is_not_found(fleet: Fleet) -> None:

@@ -728,7 +728,8 @@ cdef class Link:
     cdef int broke(self, str outcome, str cause, int64_t now) except -1:
         """The connection is of no use any more: fail what is owed, keep the debts.
 
-        If none was opened, and there are other places to try, nothing has failed yet.
+        If only this place cannot be connected to, and there are others to try, nothing has failed
+        yet.
         """
         cdef Ticket* t
         cdef Op op
@@ -740,13 +741,17 @@ cdef class Link:
         # that was only greeted; if the next one does not serve either, waits come, and grow.
         cdef bint idle = self.state == READY and outcome == "closed" and self.head == self.tail
         cdef bint was_well = self.served or (idle and not self.idled)
-        if self.state == DIALING and self.places and now < self.dial_limit_ns:
+        if (
+            self.state == DIALING and self.places and now < self.dial_limit_ns
+            and (outcome == "refused" or outcome == "timeout")
+        ):
             self.state = DOWN
             self.between = True
             self.retry_ns = now
             return 0
         self.between = False
         self.seal = None
+        self.password = None
         if self.state == GREETING:
             self.bad = self.place
             if self.good == self.bad:
@@ -820,6 +825,7 @@ cdef class Link:
         self.state = DOWN
         self.seal = None
         self.answer = None
+        self.password = None
         self.between = False
         self.suspect = False
         self.served = False
