@@ -622,11 +622,12 @@ cdef class Fleet:
 
     @property
     def answers(self):
-        """Replies ever booked, of all masters."""
+        """Replies ever booked: as they grow, what is owed is being paid."""
         cdef int64_t total = 0
         cdef int i
         for i in range(self.n):
-            total += (<Link> self.at[i]).answers
+            if not (<Link> self.at[i]).hopeless():
+                total += (<Link> self.at[i]).answers
         return total
 
     @property
@@ -636,6 +637,8 @@ cdef class Fleet:
         for link in self.links:
             if link.state == READY and link.promised != link.booked:
                 return True
+            if link.hopeless():
+                continue
             if link.indebted or link.unsent or link.out.n:
                 return True
         return False

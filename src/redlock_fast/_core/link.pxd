@@ -87,6 +87,7 @@ cdef class Link:
     cdef readonly int64_t took_ns       # the last reply's time since its round began; -1: none
 
     cdef bint may_redial(self, int64_t now)
+    cdef bint hopeless(self)
     cdef bint takes(self, Op op, int64_t now) noexcept
     cdef int queue(self, Op op, int item, int count, Buf* commands, int64_t now) except -1
     cdef int push(self, PyObject* op, int item, int k, int again) except -1

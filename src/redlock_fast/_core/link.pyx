@@ -146,6 +146,10 @@ cdef class Link:
             and self.outcome in _AWAY
         )
 
+    cdef bint hopeless(self):
+        """Does it take nothing until somebody acts, however often it is dialled and answers?"""
+        return self.failures > 0 and self.outcome == "CONFIG"
+
     # -- commands ------------------------------------------------------------------------------
 
     cdef bint takes(self, Op op, int64_t now) noexcept:
