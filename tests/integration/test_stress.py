@@ -1,4 +1,7 @@
-"""Many threads on one client while masters hang, die, come back and forget their scripts."""
+"""Many threads on one client while masters hang, die, come back and forget their scripts.
+
+Plain ones, some behind TLS, and some with a name.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,27 @@ import faulthandler
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from integration.certs import Certs
 from integration.helpers import MakeClient, are_clean, eventually
+from integration.tls_front import MakeTlsFront
 
 from redlock_fast import ClosedError, Lock, NoQuorum, Redlock
 from redlock_fast.testing import LocalMasters, MakeLocalMasters
 
 THREADS = 8
+
+
+def _look_up(host: str, port: int, *args: object, **keywords: object) -> list[Any]:
+    """For names that nobody knows elsewhere."""
+    places = [("127.0.0.9", port), ("127.0.0.1", port)]
+    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
 
 
 class _Alarm(Exception):
@@ -151,9 +164,18 @@ def _strike(masters: LocalMasters, crowd: Crowd, draw: random.Random) -> None:
     "seconds", [pytest.param(5, id="short"), pytest.param(60, id="long", marks=pytest.mark.slow)]
 )
 def test_c100_threads_while_masters_fail(
-    seconds: float, make_local_masters: MakeLocalMasters, make_client: MakeClient
+    seconds: float,
+    make_local_masters: MakeLocalMasters,
+    make_tls_front: MakeTlsFront,
+    make_client: MakeClient,
+    certs: Certs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """REDLOCK_STRESS_SECONDS sets how long the long one takes, REDLOCK_SEED what happens."""
+    """REDLOCK_STRESS_SECONDS sets how long the long one takes, REDLOCK_SEED what happens.
+
+    Two masters are reached over TLS, one of them and another by a name with two addresses, of which
+    the first takes no connections.
+    """
     if seconds > 5:
         seconds = float(os.environ.get("REDLOCK_STRESS_SECONDS", seconds))
         # Instead of pytest's own limit.
@@ -162,10 +184,19 @@ def test_c100_threads_while_masters_fail(
     draw = random.Random(seed)
     # With their keys on disk: one that forgets them can grant a lock that is held (case C24).
     masters = make_local_masters(5, args=["--appendonly", "yes", "--appendfsync", "always"])
+    fronts = [make_tls_front(master, identity=certs.names) for master in masters[1:3]]
+    monkeypatch.setattr(socket, "getaddrinfo", _look_up)
+    places = [
+        masters[0].url,
+        certs.url(fronts[0].port, "redis.example"),
+        certs.url(fronts[1].port, ssl_check_hostname="false"),
+        f"redis://plain.example:{masters[3].port}",
+        masters[4].url,
+    ]
 
     def make() -> Redlock:
         limit = draw.choice([20, 50, 50, 200])
-        return make_client(masters, warm=False, master_timeout=limit, retries=1, retry_delay=5)
+        return make_client(places, warm=False, master_timeout=limit, retries=1, retry_delay=5)
 
     crowd = Crowd(make)
     threads = [threading.Thread(target=crowd.work, args=(i, seed)) for i in range(THREADS)]
