@@ -184,7 +184,7 @@ def test_c100_threads_while_masters_fail(
     draw = random.Random(seed)
     # With their keys on disk: one that forgets them can grant a lock that is held (case C24).
     masters = make_local_masters(5, args=["--appendonly", "yes", "--appendfsync", "always"])
-    fronts = [make_tls_front(master, identity=certs.names) for master in masters[1:3]]
+    fronts = [make_tls_front(masters[i], identity=certs.names) for i in (1, 2)]
     monkeypatch.setattr(socket, "getaddrinfo", _look_up)
     places = [
         masters[0].url,

@@ -834,6 +834,28 @@ def test_a_release_of_a_few_reaches_a_master_that_owes_much() -> None:
     assert sorted(w[3] for w in commands(fleet.take(2))) == [b"k0", b"k1"]
 
 
+@pytest.mark.parametrize("sent_already", [0, 1024])
+def test_the_rest_of_a_release_is_owed_by_a_master_that_breaks(sent_already: int) -> None:
+    """The round is decided and over before anybody had more of it queued there."""
+    fleet = ready_fleet(3)
+    if not sent_already:
+        for _ in range(4096):  # it owes too much for any of a batch
+            fleet.start(release_op(3, 0b100), T0)
+        fleet.take(2)
+    op = many(RELEASE, 3, 1500)
+    fleet.start(op, T0)
+    assert len(commands(fleet.take(2))) == sent_already
+    while not op.ended:
+        for i in (0, 1):
+            fleet.receive(i, OURS * len(commands(fleet.take(i))), T0)
+        fleet.refill(op, T0)
+    fleet.receive(2, OURS * (sent_already or 4096), T0)  # all that it owes
+    fleet.lost(2, "closed", "connection closed by the server", T0)
+    fleet.finish(op)
+    connect(fleet, 2, T0 + 10 * MS)
+    assert sorted(pay_all(fleet, 2, T0 + 10 * MS)) == sorted(op.keys[sent_already:])
+
+
 def test_an_item_that_is_asked_again_does_not_take_its_successors_along() -> None:
     """A batch of releases; master 0 is BUSY for the first and fine for the second."""
     fleet = ready_fleet(3)

@@ -277,14 +277,13 @@ cdef class Fleet:
         cdef int i, count
         for i in range(self.n):
             link = <Link> self.at[i]
-            if not op.asked >> i & 1 or op.closed >> i & 1 or link.state != READY:
-                continue
-            if op.queued[i] == op.k:
+            if not op.asked >> i & 1 or op.closed >> i & 1 or op.queued[i] == op.k:
                 continue
             if op.kind == RELEASE:
                 link.owe(op, op.queued[i], op.k - op.queued[i])
                 op.queued[i] = op.k
-                link.pay(self.now_ns)
+                if link.state == READY:
+                    link.pay(self.now_ns)
             elif (
                 op.kind == ACQUIRE and op.ended and not op.late and op.queued[i] > 0
                 and op.k - op.queued[i] <= WINDOW and link.takes(op, self.now_ns)
