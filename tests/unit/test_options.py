@@ -1197,9 +1197,24 @@ def test_fake_clients(name: str) -> None:
     assert "fake client is not supported" in refused([client])
 
 
+def test_a_python_without_ssl() -> None:
+    code = (
+        "import sys; sys.modules['_ssl'] = None\n"
+        "from redlock_fast import ConfigurationError, Redlock\n"
+        "import redlock_fast.asyncio\n"
+        "Redlock(['redis://127.0.0.1:1']).connect()\n"
+        "try: Redlock(['rediss://127.0.0.1:1'])\n"
+        "except ConfigurationError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
+    )
+    assert done.stdout == "masters[0]: this Python was built without its ssl module\n"
+
+
 def test_neither_library_nor_ssl_is_imported() -> None:
     code = (
-        "import sys; from redlock_fast.options import parse_masters\n"
+        "import sys, redlock_fast; from redlock_fast.options import parse_masters\n"
         "before = sys.modules.keys() & {'redis', 'valkey', 'ssl', 'redlock_fast.tls'}\n"
         "parse_masters(['redis://127.0.0.1', {'port': 7}, 'valkey://r.example'])\n"
         "try: parse_masters([object()])\n"
