@@ -12,12 +12,13 @@ import random
 import signal
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from integration.certs import Certs
-from integration.fakes import RESET, MakeFake, MakeProxy, Talk
+from integration.fakes import PASS, RESET, MakeFake, MakeProxy, Talk
 from integration.helpers import (
     HOUR,
     NT,
@@ -373,6 +374,24 @@ def test_a_reset_anywhere_in_the_handshake(
         _pair(client, wait=5000)
         client.close()
     assert are_clean(masters)
+
+
+@pytest.mark.parametrize("tls", [True, False])
+def test_few_short_calls_get_a_slow_connection_ready(
+    masters: LocalMasters, make_fake: MakeFake, make_tls_front: MakeTlsFront, tls: bool
+) -> None:
+    """Each is over before that master has answered once; and nobody looks in between."""
+    fake = make_fake(lambda command, talk: [0.02, PASS])
+    places = [*masters.urls[:2], make_tls_front(fake).url if tls else fake.url]
+    with Redlock(places, connect_timeout=100, master_timeout=NT, retries=0) as client:
+
+        def call() -> bool:
+            # Without a release: with one, there is the janitor for a second.
+            client.acquire(f"res {time.monotonic()}", 1000)
+            time.sleep(0.2)
+            return bool(state_of(client, 2)["state"] == "ready")
+
+        eventually(call, 20)
 
 
 def test_masters_over_tls_hang_die_and_come_back(

@@ -40,6 +40,7 @@ cdef class Fleet:
     cdef bint calm(self, int64_t now) noexcept
     cdef bint overdue(self, int64_t now) noexcept
     cpdef int judge(self, int64_t now) except -1
+    cpdef int excuse(self, int64_t since, int64_t now) except -1
     cpdef uint64_t due(self, int64_t now) except? 0xFFFFFFFFFFFFFFFF
     cdef object place_to_dial(self, Link link, int64_t now)
     cpdef int drop_rival(self, int i) except -1

@@ -386,6 +386,20 @@ cdef class Fleet:
                            f"{self.connect_ns // 1_000_000} ms", now)
         return 0
 
+    cpdef int excuse(self, int64_t since, int64_t now) except -1:
+        """Nobody looked for long, until `since`: who has answered since then has its time anew.
+
+        Or a connection that takes several answers to be READY would never be, with calls that are
+        few and short.
+        """
+        cdef Link link
+        cdef int i
+        for i in range(self.slots):
+            link = link_at(self, i)
+            if link is not None and link.state == GREETING and link.quiet_ns >= since:
+                link.dial_limit_ns = now + self.connect_ns
+        return 0
+
     cpdef uint64_t due(self, int64_t now) except? 0xFFFFFFFFFFFFFFFF:
         """Bits of the slots to be dialled now."""
         cdef Link link
@@ -527,11 +541,11 @@ cdef class Fleet:
         if link.seal is not None:
             link.unseal(data, now)
         self.replies.begin()
-        if link.seal is not None:
+        if link.seal is None:
+            link.feed(data, len(data), now)
+        elif link.seal.plain.n:
             link.feed(link.seal.plain.p, link.seal.plain.n, now)
             link.seal.plain.n = 0
-        else:
-            link.feed(data, len(data), now)
         self.replies.parse()
         if link.lines:
             link.book_lines(now)

@@ -554,8 +554,10 @@ cdef class Link:
             if self.seal is seal:
                 self.broke("closed", "interrupted in the middle of TLS", now)
             raise
-        if self.seal is seal and seal.open and not was_open:
-            self.hello(now)
+        if self.seal is seal and not was_open:
+            self.quiet_ns = now
+            if seal.open:
+                self.hello(now)
         return 0
 
     cdef int seal_broke(self, int64_t now) except -1:

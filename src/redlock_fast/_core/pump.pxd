@@ -17,6 +17,7 @@ cdef class Pump:
     cdef int n
     cdef unsigned long parser       # the thread that parses, while mover.parsing
     cdef int64_t active_ns          # when the sockets were last looked at
+    cdef int64_t back_ns            # nobody did for long, until then; 0: that was seen to
     cdef public bint paying         # a thread of the driver's looks after debts
     cdef list dials                 # sockets between their making and the mover
     cdef bint gathering             # a thread waits for others' commands, to encrypt them together

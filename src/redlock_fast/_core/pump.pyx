@@ -218,6 +218,8 @@ cdef class Pump:
         cdef Waiter* w
         if now - self.active_ns < IDLE_NS and (self.fleet.calm(now) or not self.fleet.overdue(now)):
             return now
+        if now - self.active_ns >= self.fleet.patience_ns:
+            self.back_ns = now
         self.active_ns = now
         # Drained before anyone is judged. (While another thread reads, it drains.)
         w = self.mover.new_waiter(NULL)
@@ -259,6 +261,9 @@ cdef class Pump:
         finally:
             self.mover.parsed()
         self.active_ns = self.fleet.now_ns = now
+        if self.back_ns:
+            self.fleet.excuse(self.back_ns, now)
+            self.back_ns = 0
         if self.mover.timer_ns == NEVER and not self.mover.behind and self.fleet.calm(now):
             self._wake_decided()
             if raised is not None:
