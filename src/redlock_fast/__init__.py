@@ -24,7 +24,7 @@ from redlock_fast.errors import (
     Report,
 )
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "ClosedError",
