@@ -51,6 +51,7 @@ COMPILED = [
 def pytest_configure(config: pytest.Config) -> None:
     # pyproject.toml says the same; this is for runs with another configuration.
     config.addinivalue_line("markers", "case(number): number of the case in the catalogue")
+    config.addinivalue_line("markers", "extra: takes long; in CI and make test-all")
     config.addinivalue_line("markers", "slow: runs in make test-all only")
     config.addinivalue_line("markers", "twin: on another facade or loop; in CI and make test-all")
 

@@ -56,6 +56,7 @@ cdef class Driver:
     cdef int life                   # how often it was begun anew
     cdef bint over                  # the plan that was stepped last has ended
     cdef list chans                 # per slot: a Chan, or None
+    cdef list dials                 # sockets between their making and their chan
     cdef char* rx
     # of the loop
     cdef object call_soon

@@ -289,6 +289,7 @@ cdef class Driver:
         if self.rx == NULL:
             raise MemoryError("no memory for a client")
         self.chans = [None] * (2 * self.n)
+        self.dials = []
         self.flush_callback = self._flush
         self.wake_callback = self._on_wake
         self.read_callback = self._on_readable
@@ -465,6 +466,9 @@ cdef class Driver:
         self._forget()
         for i in range(2 * self.n):
             self._shut(i, False)
+        for sock in self.dials:
+            sock.close()
+        self.dials.clear()
         self.fleet.after_fork()
 
     # -- a round -----------------------------------------------------------------------------------
@@ -964,7 +968,6 @@ cdef class Driver:
         return 0
 
     cdef int _dial_one(self, Link link, int slot, int64_t now) except -1:
-        cdef list kept = []
         cdef object place, sock = None
         cdef bint opened
         cdef Chan c
@@ -975,8 +978,9 @@ cdef class Driver:
             c = Chan.__new__(Chan)
             c.fd = -1
             c.slot = slot
-            sock, opened, link.local = open_socket(place, kept)
+            sock, opened, link.local = open_socket(place, self.dials)
             c.fd = sock.detach()
+            self.dials.remove(sock)
             c.opening = True
             self.chans[slot] = c
             if opened:
@@ -987,6 +991,8 @@ cdef class Driver:
         except BaseException as exc:
             if sock is not None:
                 sock.close()
+            if sock in self.dials:
+                self.dials.remove(sock)
             text = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
             self.fleet.broke(link, "refused", text, now)
             self._shut(slot, True)

@@ -118,7 +118,14 @@ def _placed(text: str, masters: LocalMasters) -> str:
     return ELSEWHERE.sub(place, text)
 
 
-@pytest.fixture(params=PAGES, ids=lambda page: page.name)
+# README in every run, the others in CI: each is a process of its own, and takes seconds.
+@pytest.fixture(
+    params=[
+        pytest.param(page, marks=[] if page.name == "README.md" else pytest.mark.extra)
+        for page in PAGES
+    ],
+    ids=lambda page: page.name,
+)
 def page(request: pytest.FixtureRequest) -> Path:
     found: Path = request.param
     return found

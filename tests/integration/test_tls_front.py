@@ -15,6 +15,8 @@ from integration.fakes import CLOSE, MakeFake, MakeProxy, Proxy
 from integration.helpers import Stopwatch, eventually
 from integration.tls_front import MakeTlsFront, TlsFront
 
+pytestmark = pytest.mark.extra
+
 TLS12, TLS13 = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3
 PING = b"*1\r\n$4\r\nPING\r\n"
 

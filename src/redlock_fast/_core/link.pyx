@@ -341,8 +341,13 @@ cdef class Link:
             # The first ones do not have long: one that is reached at all answers about as fast as
             # a command. Each time all have failed they have longer.
             left = (self.dial_limit_ns - now) // (len(self.places) + 1)
-            share = (self.patience_ns << min(self.failures, 16)) // self.roads
-            self.place_limit_ns = now + min(left, max(share, LEAST_PLACE_MS * 1_000_000))
+            share = min(self.patience_ns, self.dial_limit_ns - now)
+            for _ in range(self.failures):
+                if share // self.roads > left:
+                    break
+                share *= 2
+            share = max(share // self.roads, LEAST_PLACE_MS * 1_000_000)
+            self.place_limit_ns = now + min(left, share)
         return self.place
 
     cdef bint moves(self) noexcept:
