@@ -52,7 +52,7 @@ cdef class Link:
     cdef readonly Answer answer         # asked for, and not used up; or None
     cdef int64_t asked_ns
     cdef list places                    # of this dial, not tried yet
-    cdef int roads                      # how many there were
+    cdef int place_count                # how many there were
     cdef object place                   # (family, sockaddr) of this connection
     cdef object good                    # ... that led to a READY one, last
     cdef object bad                     # ... that was connected to, and led to none

@@ -309,7 +309,7 @@ cdef class Link:
     cdef int _found(self, tuple places) except -1:
         """These are the places to try: first the one that worked last time."""
         self.places = list(places)
-        self.roads = len(self.places)
+        self.place_count = len(self.places)
         if self.bad in self.places:
             self.places.remove(self.bad)
             self.places.append(self.bad)
@@ -343,10 +343,10 @@ cdef class Link:
             left = (self.dial_limit_ns - now) // (len(self.places) + 1)
             share = min(self.patience_ns, self.dial_limit_ns - now)
             for _ in range(self.failures):
-                if share // self.roads > left:
+                if share // self.place_count > left:
                     break
                 share *= 2
-            share = max(share // self.roads, LEAST_PLACE_MS * 1_000_000)
+            share = max(share // self.place_count, LEAST_PLACE_MS * 1_000_000)
             self.place_limit_ns = now + min(left, share)
         return self.place
 

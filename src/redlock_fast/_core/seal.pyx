@@ -29,13 +29,17 @@ cdef enum:
     # else's signal handler or hook may take as long as it likes.
     NAP_NS = 50_000
     MOST_NAPS = 10_000
+    MOST_INSIDE = 256       # threads that a fork waits for
 
-cdef list _inside = []          # the threads inside OpenSSL
+# The threads inside OpenSSL. A C array, as this is done for each record.
+cdef unsigned long[MOST_INSIDE] _inside
+cdef int _inside_count = 0
 cdef unsigned long _forker = 0  # the thread that is about to fork; 0: none
 
 
-cdef unsigned long _enter() except? 0:
+cdef unsigned long _enter() noexcept:
     """This thread goes in; who it is, for `_leave`."""
+    global _inside_count
     cdef timespec pause = timespec(0, NAP_NS)
     cdef unsigned long me = PyThread_get_thread_ident()
     cdef int naps = 0
@@ -43,14 +47,29 @@ cdef unsigned long _enter() except? 0:
         naps += 1
         with nogil:
             nanosleep(&pause, NULL)
-    _inside.append(me)
+    if _inside_count < MOST_INSIDE:
+        _inside[_inside_count] = me
+        _inside_count += 1
     return me
 
 
-cdef int _leave(unsigned long me) except -1:
-    if me in _inside:       # a signal handler may have forked in there, and this is the child
-        _inside.remove(me)
-    return 0
+cdef void _leave(unsigned long me) noexcept:
+    global _inside_count
+    cdef int i
+    for i in range(_inside_count - 1, -1, -1):
+        if _inside[i] == me:
+            _inside_count -= 1
+            _inside[i] = _inside[_inside_count]
+            return
+    # A signal handler has forked in there, and this is the child; or there were too many.
+
+
+cdef bint _others_inside(unsigned long me) noexcept:
+    cdef int i
+    for i in range(_inside_count):
+        if _inside[i] != me:
+            return True
+    return False
 
 
 def _before_fork():
@@ -59,7 +78,7 @@ def _before_fork():
     cdef int naps = 0
     _forker = PyThread_get_thread_ident()
     # (Where this is a signal handler, this thread itself may be inside.)
-    while len(_inside) > _inside.count(_forker) and naps < MOST_NAPS:
+    while _others_inside(_forker) and naps < MOST_NAPS:
         naps += 1
         with nogil:
             nanosleep(&pause, NULL)
@@ -71,9 +90,9 @@ def _after_fork_in_parent():
 
 
 def _after_fork_in_child():
-    global _forker
+    global _forker, _inside_count
     _forker = 0
-    _inside.clear()
+    _inside_count = 0
 
 
 os.register_at_fork(
