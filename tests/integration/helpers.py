@@ -9,11 +9,15 @@ import _thread
 import contextlib
 import os
 import re
+import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -37,6 +41,25 @@ HOUR = 3_600_000
 _SCRIPTS = (scripts.RELEASE, scripts.EXTEND, scripts.LOOK)
 # Outcome words of a master that was asked and did not answer in time.
 LATE = {"timeout", "suspect"}
+
+
+def pair(client: Redlock, **keywords: Any) -> None:
+    """Acquire and release a lock that nobody else wants."""
+    lock = client.acquire("res", HOUR, **keywords)
+    assert lock
+    assert lock.release()
+
+
+def ready(client: Redlock, i: int) -> bool:
+    """Use the client; is this master's connection ready then?"""
+    pair(client, wait=5000)
+    return bool(state_of(client, i)["state"] == "ready")
+
+
+def fails_with(client: Redlock, i: int, kind: str) -> bool:
+    """Use the client; has this master failed in this way by then?"""
+    pair(client)
+    return kind in state_of(client, i)["errors"]
 
 
 def eventually(predicate: Callable[[], T], seconds: float = 5.0) -> T:
@@ -219,6 +242,56 @@ class Monitor:
 
 
 # -- this process ------------------------------------------------------------------------------
+
+# How long a forked child may take, in s.
+LIMIT_S = 20.0
+
+
+class Child:
+    """A forked child that runs `work` and ends."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._pipe, pipe = os.pipe()
+        with warnings.catch_warnings():
+            # Python 3.12 and later warn of every fork of a process that has threads.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if self.pid:
+            os.close(pipe)
+            return
+        # No pytest in here: neither its output nor its clean-ups.
+        told = b"ok"
+        try:
+            work()
+        except BaseException:  # noqa: BLE001 - told to the parent
+            told = traceback.format_exc().encode()
+        finally:
+            os.write(pipe, told)
+            os._exit(0)
+
+    def join(self) -> None:
+        """Wait for its end; what went wrong there fails the test."""
+        told = b""
+        end = time.monotonic() + LIMIT_S
+        try:
+            while select.select([self._pipe], [], [], max(end - time.monotonic(), 0))[0]:
+                data = os.read(self._pipe, 65536)
+                if not data:
+                    break
+                told += data
+            else:
+                pytest.fail("the child hangs")
+        finally:
+            os.close(self._pipe)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        assert told == b"ok", told.decode()
+
+
+def in_child(work: Callable[[], Any]) -> None:
+    """Do this in a forked child, which has to end well."""
+    Child(work).join()
 
 
 @contextlib.contextmanager

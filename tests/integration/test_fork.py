@@ -12,7 +12,6 @@ import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
-import select
 import signal
 import threading
 import time
@@ -25,6 +24,8 @@ from typing import Any
 import pytest
 from integration.helpers import (
     HOUR,
+    LIMIT_S,
+    Child,
     MakeClient,
     all_have,
     are_clean,
@@ -32,6 +33,7 @@ from integration.helpers import (
     clients_of,
     descriptors,
     eventually,
+    in_child,
     keys_of,
     occupy,
     run_script,
@@ -46,51 +48,6 @@ from redlock_fast.testing import LocalMasters, MakeLocalMasters
 
 # Python 3.12 and later warn of every fork of a process that has threads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-
-_LIMIT_S = 20.0
-
-
-class Child:
-    """A forked child that runs `work` and ends."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._pipe, pipe = os.pipe()
-        self.pid = os.fork()
-        if self.pid:
-            os.close(pipe)
-            return
-        # No pytest in here: neither its output nor its clean-ups.
-        told = b"ok"
-        try:
-            work()
-        except BaseException:  # noqa: BLE001 - told to the parent
-            told = traceback.format_exc().encode()
-        finally:
-            os.write(pipe, told)
-            os._exit(0)
-
-    def join(self) -> None:
-        """Wait for its end; what went wrong there fails the test."""
-        told = b""
-        end = time.monotonic() + _LIMIT_S
-        try:
-            while select.select([self._pipe], [], [], max(end - time.monotonic(), 0))[0]:
-                data = os.read(self._pipe, 65536)
-                if not data:
-                    break
-                told += data
-            else:
-                pytest.fail("the child hangs")
-        finally:
-            os.close(self._pipe)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-        assert told == b"ok", told.decode()
-
-
-def _in_child(work: Callable[[], Any]) -> None:
-    Child(work).join()
 
 
 def _works(client: Redlock, name: str, masters: LocalMasters | None = None) -> None:
@@ -168,7 +125,7 @@ def test_c94_child_of_an_idle_client(client: Redlock, masters: LocalMasters) -> 
         assert [clients_of(master) for master in masters] == [2] * 3
         assert client.release(mine)
 
-    _in_child(work)
+    in_child(work)
 
     assert lock.held
     assert values_of(masters, "res") == [lock.token.encode()] * 3
@@ -187,7 +144,7 @@ def test_tokens_of_parent_and_child_differ(client: Redlock, masters: LocalMaster
         all_have(masters, "child", lock.token)
 
     _works(client, "res")
-    _in_child(work)
+    in_child(work)
     lock = client.acquire("parent", HOUR)
     assert lock
     all_have(masters, "parent", lock.token)
@@ -208,7 +165,7 @@ def test_c94_close_in_a_child(client: Redlock, masters: LocalMasters, works: boo
         client.close()
         assert lock.release() is False
 
-    _in_child(work)
+    in_child(work)
 
     assert lock.held
     _unharmed(client, masters)
@@ -268,12 +225,12 @@ def test_a_child_of_a_child(client: Redlock, masters: LocalMasters) -> None:
         mine = client.acquire("child", HOUR)
         assert mine
         all_have(masters, "child", mine.token)
-        _in_child(lambda: grandchild(mine))
+        in_child(lambda: grandchild(mine))
         assert client.release(mine) is True
         rows = client.stats()["masters"]
         assert not any(row["errors"] for row in rows)
 
-    _in_child(child)
+    in_child(child)
     _unharmed(client, masters)
     assert client.release(lock) is True
 
@@ -312,7 +269,7 @@ def _busy(client: Redlock, count: int) -> Iterator[list[int]]:
     finally:
         stop.set()
         for thread in threads:
-            thread.join(_LIMIT_S)
+            thread.join(LIMIT_S)
     assert not any(thread.is_alive() for thread in threads), "threads hang"
     assert errors == []
     assert all(done)
@@ -342,7 +299,7 @@ def test_c93_forks_under_busy_threads(
 
     with _busy(client, 8):
         for i in range(times):
-            _in_child(partial(work, i))
+            in_child(partial(work, i))
 
     assert lock.held
     _unharmed(client, masters)
@@ -434,7 +391,7 @@ def test_while_a_thread_opens_a_connection(
         assert _descriptors_to(masters) == set()
         _works(client, "child", masters)
 
-    _in_child(work)
+    in_child(work)
     dialer.join()
     _unharmed(client, masters)
 
@@ -588,7 +545,7 @@ def test_c99_multiprocessing(client: Redlock, masters: LocalMasters, method: str
     for process in processes:
         process.start()
     for process in processes:
-        process.join(_LIMIT_S)
+        process.join(LIMIT_S)
         assert process.exitcode == 0
         process.close()
     multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import socket
@@ -22,7 +21,11 @@ from integration.helpers import (
     black_hole,
     closed_port,
     eventually,
+    fails_with,
+    in_child,
     outcomes,
+    pair,
+    ready,
     run_script,
     state_of,
 )
@@ -70,17 +73,6 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
     names.over.set()
 
 
-def _pair(client: Redlock, **keywords: Any) -> None:
-    lock = client.acquire("res", HOUR, **keywords)
-    assert lock
-    assert lock.release()
-
-
-def _ready(client: Redlock, i: int) -> bool:
-    _pair(client, wait=5000)
-    return bool(state_of(client, i)["state"] == "ready")
-
-
 # -- names -------------------------------------------------------------------------------------
 
 
@@ -93,11 +85,11 @@ def test_masters_are_reached_by_name(
         [f"redis://m{i}.test:{master.port}" for i, master in enumerate(masters)], warm=False
     )
     assert resolver.asked == []  # not in the constructor
-    _pair(client)
+    pair(client)
     assert {f"m{i}.test" for i in range(len(masters))} == set(resolver.asked)
     assert state_of(client, 0)["address"] == f"m0.test:{masters[0].port}"
     for _ in range(20):
-        _pair(client)
+        pair(client)
     assert len(resolver.asked) == len(masters)
 
 
@@ -105,7 +97,7 @@ def test_the_system_resolver_is_asked(masters: LocalMasters, make_client: MakeCl
     client = make_client(
         [*masters.urls[:2], "redis://no-such-host.invalid"], warm=False, connect_timeout=60_000
     )
-    eventually(lambda: _fails_with(client, "unresolved"), 40)
+    eventually(lambda: fails_with(client, 2, "unresolved"), 40)
     assert "no-such-host.invalid" in state_of(client, 2)["cause"]
 
 
@@ -116,7 +108,7 @@ def test_c66_a_name_that_is_not_found(
     places = [*masters.urls[:2], f"redis://gone.test:{masters[2].port}"]
     client = make_client(places, warm=False, master_timeout=NT)
     with Stopwatch() as watch:
-        _pair(client)
+        pair(client)
     assert watch.ms < 2 * NT + SLACK_MS
     eventually(lambda: state_of(client, 2)["errors"].get("unresolved"))
     cause = state_of(client, 2)["cause"]
@@ -130,7 +122,7 @@ def test_c66_a_name_that_is_not_found(
     assert "gone.test" in str(caught.value)
 
     resolver.places["gone.test"] = [v4(masters[2].port)]
-    eventually(lambda: _ready(client, 2))
+    eventually(lambda: ready(client, 2))
 
 
 class _Forbidden(BaseException):
@@ -152,7 +144,7 @@ def test_c66_a_look_up_that_raises_anything(
             client.acquire("res", HOUR, wait=1500)
         # More often than there may be threads.
         eventually(lambda: state_of(client, 0)["errors"]["unresolved"] > 8 or _fails(client))
-    _pair(client, wait=5000)
+    pair(client, wait=5000)
 
 
 def _fails(client: Redlock) -> bool:
@@ -168,10 +160,10 @@ def test_c68_a_name_that_moves(
     first, second = make_local_masters(2)
     resolver.places["m.test"] = [v4(first.port)]
     client = make_client(["redis://m.test:1"], warm=False)
-    _pair(client)
+    pair(client)
     first.kill()
     resolver.places["m.test"] = [v4(second.port)]
-    _pair(client, wait=5000)
+    pair(client, wait=5000)
     assert second.command("INFO", "commandstats").count(b"cmdstat_set:calls=1") == 1
 
 
@@ -183,14 +175,14 @@ def test_c69_the_first_of_several_addresses_is_a_black_hole(
         resolver.places["m.test"] = [v6(hole.getsockname()[1]), v4(closed), v4(masters[0].port)]
         client = make_client(["redis://m.test:1"], warm=False, master_timeout=300)
         with Stopwatch() as watch:
-            _pair(client, wait=0)  # one try: connected within its time
+            pair(client, wait=0)  # one try: connected within its time
         assert watch.ms < 300 + SLACK_MS
         assert state_of(client, 0)["errors"] == {}  # none of this is a failure of the master's
 
         # Next time the one that worked comes first.
         masters[0].command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
         with Stopwatch() as watch:
-            _pair(client, wait=5000)
+            pair(client, wait=5000)
         asked = len(resolver.asked)
         assert asked == 2
         assert state_of(client, 0)["reconnects"] == 1
@@ -216,7 +208,7 @@ def test_an_address_that_only_accepts_is_not_tried_first_again(
     mute = make_fake(lambda command, talk: b"")
     resolver.places["m.test"] = [v4(mute.port), v4(masters[0].port)]
     client = make_client(["redis://m.test:1"], warm=False, connect_timeout=300)
-    _pair(client, wait=10_000)
+    pair(client, wait=10_000)
     assert len(mute.talks) == 1
 
 
@@ -230,7 +222,7 @@ def test_localhost_is_ipv6_too(make_client: MakeClient, make_fake: MakeFake) -> 
         only.listen()
         fake.take_over(only.dup())
         client = make_client([f"redis://localhost:{only.getsockname()[1]}"], warm=False)
-        _pair(client, wait=5000)
+        pair(client, wait=5000)
 
 
 # -- look-ups that hang ------------------------------------------------------------------------
@@ -247,21 +239,16 @@ def test_a_look_up_that_hangs_delays_nobody(
         connect_timeout=200,
     )
     with Stopwatch() as watch:
-        _pair(client)
+        pair(client)
         for _ in range(20):
-            _pair(client)
+            pair(client)
     assert watch.ms < 3 * NT + SLACK_MS
-    eventually(lambda: _fails_with(client, "timeout"))
+    eventually(lambda: fails_with(client, 2, "timeout"))
     assert "look-up" in state_of(client, 2)["cause"]
     assert len(resolver.asked) == 1  # however often it is dialled
     resolver.places["m.test"] = [v4(masters[2].port)]
     resolver.over.set()
-    eventually(lambda: _ready(client, 2))
-
-
-def _fails_with(client: Redlock, kind: str) -> bool:
-    _pair(client)
-    return kind in state_of(client, 2)["errors"]
+    eventually(lambda: ready(client, 2))
 
 
 def test_look_ups_have_few_threads(make_client: MakeClient, resolver: Names) -> None:
@@ -329,18 +316,14 @@ def test_a_forked_child_looks_up_for_itself(
     with pytest.raises(NoQuorum):
         hanging.acquire("res", HOUR, wait=0)
     resolver.hanging = False
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        with contextlib.suppress(BaseException):
-            _pair(client, wait=5000)
-            _pair(hanging, wait=5000)
-            status = 0
-        os._exit(status)
+
+    def work() -> None:
+        pair(client, wait=5000)
+        pair(hanging, wait=5000)
+
+    in_child(work)
     resolver.over.set()
-    _, status = os.waitpid(pid, 0)
-    assert status == 0
-    _pair(client, wait=5000)
+    pair(client, wait=5000)
 
 
 # -- credential providers ----------------------------------------------------------------------
@@ -375,7 +358,7 @@ def test_credentials_are_asked_for_at_each_connection(
     provider = Provider(lambda: (password,))
     client = make_client(_with(provider, masters), warm=False)
     assert provider.calls == 0
-    eventually(lambda: all(_ready(client, i) for i in range(3)))
+    eventually(lambda: all(ready(client, i) for i in range(3)))
     assert provider.calls == 3
     assert threading.get_ident() not in provider.threads  # it may take its time
 
@@ -386,8 +369,8 @@ def test_credentials_are_asked_for_at_each_connection(
             limit_s=5.0,
         )
     password = "second"
-    _pair(client, wait=5000)
-    eventually(lambda: all(_ready(client, i) for i in range(3)))
+    pair(client, wait=5000)
+    eventually(lambda: all(ready(client, i) for i in range(3)))
     assert provider.calls == 6
 
 
@@ -399,7 +382,7 @@ def test_a_provider_may_name_a_user(
         master.command("ACL", "SETUSER", "app", "on", ">S3cr3t!", "~*", "+@all")
         master.command("ACL", "SETUSER", "default", "-set")
     client = make_client(_with(Provider(lambda: ("app", "S3cr3t!")), masters), warm=False)
-    _pair(client, wait=5000)
+    pair(client, wait=5000)
 
 
 @pytest.mark.parametrize("form", ["redis.Redis", "redis.asyncio.Redis"])
@@ -411,7 +394,7 @@ def test_a_provider_that_a_client_brings(
     kind = getattr(importlib.import_module(module), name)
     provider = Provider(lambda: ("S3cr3t!",))
     clients = [kind(**place) for place in _with(provider, masters)]
-    _pair(make_client(clients, warm=False), wait=5000)
+    pair(make_client(clients, warm=False), wait=5000)
     assert provider.calls >= 2
 
 
@@ -459,14 +442,14 @@ def test_a_provider_that_hangs_delays_nobody(
     try:
         with Stopwatch() as watch:
             for _ in range(20):
-                _pair(client)
+                pair(client)
         assert watch.ms < 3 * NT + SLACK_MS
-        eventually(lambda: _fails_with(client, "timeout"))
+        eventually(lambda: fails_with(client, 2, "timeout"))
         assert "credential provider" in state_of(client, 2)["cause"]
         assert hung.calls == 1
     finally:
         over.set()
-    eventually(lambda: _ready(client, 2))
+    eventually(lambda: ready(client, 2))
 
 
 def test_what_a_provider_gave_is_what_the_master_hears(
@@ -487,5 +470,5 @@ def test_what_a_provider_gave_is_what_the_master_hears(
         "port": fake.port,
         "credential_provider": Provider(lambda: give),
     }
-    _pair(make_client([place], warm=False), wait=5000)
+    pair(make_client([place], warm=False), wait=5000)
     assert heard == [[part.encode() for part in give]]

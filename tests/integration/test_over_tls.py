@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import random
 import signal
 import ssl
@@ -24,13 +23,18 @@ from integration.helpers import (
     NT,
     PATIENT,
     SLACK_MS,
+    Child,
     MakeClient,
     Stopwatch,
     all_have,
     are_clean,
     descriptors,
     eventually,
+    fails_with,
+    in_child,
     outcomes,
+    pair,
+    ready,
     run_script,
     state_of,
     taught,
@@ -42,17 +46,6 @@ from redlock_fast.testing import LocalMasters, MakeLocalMasters
 
 TLS12, TLS13 = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3
 VERSIONS = pytest.mark.parametrize("version", [TLS12, TLS13], ids=["1.2", "1.3"])
-
-
-def _pair(client: Redlock, **keywords: Any) -> None:
-    lock = client.acquire("res", HOUR, **keywords)
-    assert lock
-    assert lock.release()
-
-
-def _ready(client: Redlock, i: int) -> bool:
-    _pair(client, wait=5000)
-    return bool(state_of(client, i)["state"] == "ready")
 
 
 @pytest.fixture
@@ -148,7 +141,7 @@ def test_c92_the_rest_of_a_reply_in_a_later_record(
         client.connect()
         client._driver.pump.tick_ns = 10**12
         with Stopwatch() as watch:
-            _pair(client)
+            pair(client)
         assert watch.ms < 4 * SLACK_MS
 
 
@@ -166,7 +159,7 @@ def test_c92_an_answer_of_40_kilobytes(
     with pytest.raises(NoQuorum, match="x" * 100), Stopwatch() as watch:
         client.acquire("long", HOUR)
     assert watch.ms < SLACK_MS
-    _pair(client, wait=5000)
+    pair(client, wait=5000)
     assert state_of(client, 0)["reconnects"] == 0
 
 
@@ -189,8 +182,8 @@ def test_every_form_of_a_master(
         kind = getattr(importlib.import_module(module), name)
         places = [kind(**place) for place in places]
     client = make_client(places)
-    _pair(client)
-    eventually(lambda: all(_ready(client, i) for i in range(len(fronts))))
+    pair(client)
+    eventually(lambda: all(ready(client, i) for i in range(len(fronts))))
 
 
 # -- who is who --------------------------------------------------------------------------------
@@ -207,24 +200,19 @@ def test_c64_certificates_are_checked(
 ) -> None:
     front = make_tls_front(masters[2], identity=getattr(certs, who))
     client = make_client([*masters.urls[:2], front.url])
-    eventually(lambda: _fails_with(client, 2, "CONFIG"))
+    eventually(lambda: fails_with(client, 2, "CONFIG"))
     assert "the server's certificate was refused" in state_of(client, 2)["cause"]
     assert front.down.passed == 0
 
     trusting = make_client(
         [*masters.urls[:2], f"rediss://127.0.0.1:{front.port}?ssl_cert_reqs=none"]
     )
-    eventually(lambda: _ready(trusting, 2))
+    eventually(lambda: ready(trusting, 2))
     if who == "other":
         for off in ("false", "0", "no"):
             url = certs.url(front.port, ssl_check_hostname=off)
             careless = make_client([*masters.urls[:2], url])
-            eventually(lambda c=careless: _ready(c, 2))  # type: ignore[misc]
-
-
-def _fails_with(client: Redlock, i: int, kind: str) -> bool:
-    _pair(client)
-    return kind in state_of(client, i)["errors"]
+            eventually(lambda c=careless: ready(c, 2))  # type: ignore[misc]
 
 
 def test_names_are_told_and_checked(
@@ -249,7 +237,7 @@ def test_names_are_told_and_checked(
     ]:
         client = make_client([certs.url(front.port, host)], warm=False)
         if good:
-            _pair(client, wait=5000)
+            pair(client, wait=5000)
         else:
             with pytest.raises(NoQuorum, match=r"wrong\.example"):
                 client.acquire("res", HOUR, wait=1000)
@@ -270,7 +258,7 @@ def test_client_certificates(
         stranger.acquire("res", HOUR, wait=500)
     assert outcomes(caught.value)[0] in ("CONFIG", "closed")
     url = certs.url(front.port, ssl_certfile=certs.client.cert, ssl_keyfile=certs.client.key)
-    _pair(make_client([url], warm=False), wait=5000)
+    pair(make_client([url], warm=False), wait=5000)
 
 
 # -- ports that do not speak it ----------------------------------------------------------------
@@ -298,10 +286,10 @@ def test_c63_tls_is_expected_and_does_not_come(
     )
     with Stopwatch() as watch:
         for _ in range(20):
-            _pair(client)
+            pair(client)
     assert watch.ms < 3 * NT + SLACK_MS
     kind = "PROTO" if what == "http" else "timeout"
-    eventually(lambda: _fails_with(client, 2, kind))
+    eventually(lambda: fails_with(client, 2, kind))
     assert "TLS" in state_of(client, 2)["cause"]
 
 
@@ -312,7 +300,7 @@ def test_c63_tls_comes_unexpected(
     front = make_tls_front(masters[2])
     client = make_client([*masters.urls[:2], f"redis://127.0.0.1:{front.port}"], warm=False)
     # OpenSSL says goodbye with an alert, or without a word; tests/unit/test_link.py has the alert.
-    eventually(lambda: _fails_with(client, 2, "PROTO") or _fails_with(client, 2, "closed"))
+    eventually(lambda: fails_with(client, 2, "PROTO") or fails_with(client, 2, "closed"))
 
 
 @pytest.mark.case("C158")
@@ -371,13 +359,13 @@ def test_a_reset_anywhere_in_the_handshake(
         with pytest.raises(NoQuorum):
             client.acquire("res", HOUR)
         proxy.heal()
-        _pair(client, wait=5000)
+        pair(client, wait=5000)
         client.close()
     assert are_clean(masters)
 
 
 @pytest.mark.parametrize("tls", [True, False])
-def test_few_short_calls_get_a_slow_connection_ready(
+def test_few_short_calls_get_a_slow_connectionready(
     masters: LocalMasters, make_fake: MakeFake, make_tls_front: MakeTlsFront, tls: bool
 ) -> None:
     """Each is over before that master has answered once; and nobody looks in between."""
@@ -402,17 +390,17 @@ def test_masters_over_tls_hang_die_and_come_back(
     client = make_client(fronts, master_timeout=NT)
     fronts[0].down.holding = True  # silent
     for _ in range(20):
-        _pair(client, wait=5000)
+        pair(client, wait=5000)
     fronts[0].heal()
-    eventually(lambda: _ready(client, 0))
+    eventually(lambda: ready(client, 0))
     masters.kill(1)
     for _ in range(20):
-        _pair(client, wait=5000)
+        pair(client, wait=5000)
     masters.restart(1)
-    eventually(lambda: _ready(client, 1))
+    eventually(lambda: ready(client, 1))
     fronts[2].reset()
-    _pair(client, wait=5000)
-    eventually(lambda: _ready(client, 2))
+    pair(client, wait=5000)
+    eventually(lambda: ready(client, 2))
     eventually(lambda: are_clean(masters))
 
 
@@ -515,7 +503,7 @@ def test_interrupted_calls_leave_no_key(
     finally:
         signal.signal(signal.SIGALRM, before)
     assert rung > 40
-    _pair(client, wait=5000)
+    pair(client, wait=5000)
     eventually(lambda: are_clean(masters), 20)
 
 
@@ -525,22 +513,19 @@ def test_forked_children_shake_hands_for_themselves(
     """C72, C73: the parent's TLS goes on where it was, and hears no goodbye."""
     fronts = make_fronts()
     client = make_client(fronts)
-    _pair(client)
+    pair(client)
     kept = client.acquire("kept", HOUR)
     assert kept
+
+    def work() -> None:
+        for _ in range(10):
+            pair(client, wait=5000)
+        client.close()
+
     for _ in range(4):
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            with contextlib.suppress(BaseException):
-                for _ in range(10):
-                    _pair(client, wait=5000)
-                client.close()
-                status = 0
-            os._exit(status)
-        _pair(client, wait=20_000)
-        _, status = os.waitpid(pid, 0)
-        assert status == 0
+        child = Child(work)
+        pair(client, wait=20_000)
+        child.join()
     assert kept.extend()
     assert kept.release()
     assert [state_of(client, i)["reconnects"] for i in range(len(masters))] == [0] * len(masters)
@@ -558,16 +543,8 @@ def test_a_fork_in_the_middle_of_a_handshake(
         client.acquire("res", HOUR)
     for front in fronts:
         front.silent_after = None
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        with contextlib.suppress(BaseException):
-            _pair(client, wait=5000)
-            status = 0
-        os._exit(status)
-    _, status = os.waitpid(pid, 0)
-    assert status == 0
-    _pair(client, wait=5000)
+    in_child(lambda: pair(client, wait=5000))
+    pair(client, wait=5000)
 
 
 @pytest.mark.parametrize("module", ["redlock_fast", "redlock_fast.asyncio"])
