@@ -15,11 +15,11 @@ from typing import Any, ParamSpec, TypeVar
 
 from redlock_fast import plan
 from redlock_fast._core.io import now_ns
-from redlock_fast.arguments import Milliseconds
+from redlock_fast.arguments import Milliseconds, wait_ns
 from redlock_fast.drive_sync import Driver
 from redlock_fast.errors import ClosedError, NoQuorum
 from redlock_fast.holds import BaseClient, BaseContext, BaseLock, let_others_run
-from redlock_fast.plan import release as _release
+from redlock_fast.plan import deleted, deletion, granted
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -135,7 +135,13 @@ class Redlock(BaseClient):
     def _try(
         self, resource: str | bytes, ttl: Milliseconds, wait: Milliseconds | float | None
     ) -> tuple[Lock | None, Any]:
-        lock, op = self._driver.drive(self._plan_acquire(resource, ttl, wait))
+        limit = None if wait is None else wait_ns(wait, plan.FOREVER)
+        op = self._first_try(resource, ttl)
+        now = self._driver.attempt(op)
+        lock = granted(self._fleet, self._settings, op, now)
+        if lock is None:
+            following = plan.again(self._fleet, self._settings, op, now, limit)
+            lock, op = self._driver.drive(following)
         if lock is not None:
             self._claimed(lock, resource)
         return lock, op
@@ -180,7 +186,9 @@ class Redlock(BaseClient):
         """
         if not self._releasable(lock):
             return False
-        result, op = self._driver.drive(_release(self._fleet, lock))
+        op = deletion(self._fleet, lock)
+        self._driver.attempt(op)
+        result: bool | None = deleted(self._fleet, lock, op)
         if result is None:
             return self._confirmed(result, op, "cannot confirm the release")
         return result

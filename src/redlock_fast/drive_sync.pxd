@@ -1,6 +1,9 @@
 # See drive_sync.pyx for the contract.
 
+from libc.stdint cimport int64_t
+
 from redlock_fast._core.fleet cimport Fleet
+from redlock_fast._core.op cimport Op
 from redlock_fast._core.pump cimport Pump
 
 cdef class Driver:
@@ -11,6 +14,7 @@ cdef class Driver:
     cdef object _gate           # a lock that is held until close(): who sleeps waits for it
 
     cpdef drive(self, object plan)
+    cpdef int64_t attempt(self, Op op) except -1
     cpdef hand_over(self, object locks)
     cpdef seize(self, object guard)
     cdef int _leave(self) except -1

@@ -13,10 +13,11 @@ cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF
+from libc.stdint cimport int64_t
 
 from redlock_fast._core.fleet cimport Fleet
 from redlock_fast._core.io cimport clock_ns
-from redlock_fast._core.op cimport Op
+from redlock_fast._core.op cimport ACQUIRE, Op
 from redlock_fast._core.pump cimport Pump
 
 from redlock_fast import plan as plans
@@ -104,6 +105,26 @@ cdef class Driver:
             self.pump.settle()
             raise
         return step
+
+    cpdef int64_t attempt(self, Op op) except -1:
+        """Run a round without a plan; returns when it ended. Raises what `drive` does.
+
+        If it is cut short, what an acquire has sent is cleaned up. Who goes on without another call
+        has the lock handed over.
+        """
+        cdef int64_t now
+        cdef int forks = self.fleet.forks
+        try:
+            now = self.pump.run(op)
+            self._leave()
+            if self.fleet.forks != forks:
+                raise RuntimeError(_FORKED)
+        except BaseException:
+            if op.kind == ACQUIRE:
+                self.fleet.clean_up(op)
+            self._leave()
+            raise
+        return now
 
     cpdef hand_over(self, object locks):
         """These are about to be returned to the caller: a lock, or a list of them.

@@ -19,7 +19,6 @@ cdef class BaseClient:
     cdef int64_t _patience_ns
     cdef int64_t _connect_ns
 
-    cpdef _plan_acquire(self, object resource, object ttl, object wait)
     cpdef Op _first_try(self, object resource, object ttl)
 
     @cython.locals(hold=Hold)

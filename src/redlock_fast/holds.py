@@ -20,7 +20,7 @@ from redlock_fast._core.op import Op
 from redlock_fast.arguments import Milliseconds, resource_key, ttl_ms
 from redlock_fast.errors import ClosedError, LockLost, NoQuorum, NotAcquired
 from redlock_fast.options import parse_masters
-from redlock_fast.plan import LOST, RELEASED, TURN, Plan, acquire, attempt
+from redlock_fast.plan import LOST, RELEASED, TURN, Plan, attempt
 from redlock_fast.rules import NS_PER_MS
 
 L = TypeVar("L", bound="BaseLock")
@@ -195,19 +195,8 @@ class BaseClient:
 
     # -- the plans of the verbs, their arguments checked -------------------------------------------
 
-    def _plan_acquire(
-        self, resource: str | bytes, ttl: Milliseconds, wait: Milliseconds | float | None
-    ) -> Plan[tuple[Any, Op]]:
-        return acquire(
-            self._fleet,
-            self._settings,
-            resource_key(resource),
-            ttl_ms(ttl, self._settings.drift_factor),
-            None if wait is None else arguments.wait_ns(wait, plan.FOREVER),
-        )
-
     def _first_try(self, resource: str | bytes, ttl: Milliseconds) -> Op:
-        """The round that `_plan_acquire` begins with."""
+        """The round that an acquire begins with."""
         settings = self._settings
         key = resource_key(resource)
         op: Op = attempt(self._fleet, settings, key, ttl_ms(ttl, settings.drift_factor))

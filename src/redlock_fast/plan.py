@@ -210,50 +210,33 @@ def tell(fleet: Fleet) -> None:
 # -- acquire -------------------------------------------------------------------------------------
 
 
-def acquire(
-    fleet: Fleet, settings: Settings, key: bytes, ttl_ms: int, wait_ns: int | None
-) -> Plan[tuple[Any, Op]]:
-    """Acquire one lock.
-
-    Args:
-        wait_ns: None: `retries` decides; 0: one try; else: keep trying that long (or FOREVER).
-
-    Returns:
-        The lock, or None when somebody else holds the lock; and the last round.
-
-    Raises:
-        NoQuorum: the last try had no quorum of usable answers, or had it too late.
-    """
-    op = attempt(fleet, settings, key, ttl_ms)
-    try:
-        now = yield op
-        hold = granted(fleet, settings, op, now)
-    except BaseException:
-        fleet.clean_up(op)
-        raise
-    if hold is not None:
-        return hold, op
-    return (yield from again(fleet, settings, op, now, wait_ns))
-
-
 @cython.annotation_typing(False)
 def attempt(fleet: Fleet, settings: Settings, key: bytes, ttl_ms: int) -> Op:
-    """One try of `acquire`, for a driver that runs it without a plan: the round.
+    """One try to acquire one lock: the round.
 
-    When it has ended, `granted` says what came of it, and `again` is the plan of what follows.
-    Who stops before cleans the round up.
+    Most locks are granted at once, so the first try is run without a plan. When it has ended,
+    `granted` says what came of it, and `again` is the plan of what follows. Who stops before cleans
+    the round up.
     """
     return new_op(ACQUIRE, fleet.n, [key], settings.draw(1), ttl_ms, EVERYBODY)
 
 
 @cython.annotation_typing(False)
 def granted(fleet: Fleet, settings: Settings, op: Op, now: int) -> Any:
-    """The lock of a try that has ended; None: not granted, or too late, and it is cleaned up."""
-    if op.verdict(0) == YES:
-        deadline = op.start_ns + settings.lasting_ns(op.ttl_ms)
-        if now < deadline:
-            fleet.count(_ACQUIRED)
-            return _grant(settings, op, 0, op.reached(0), op.ttl_ms, deadline, now)
+    """The lock of a try that has ended; None: not granted, or too late, and it is cleaned up.
+
+    Args:
+        now: when it ended.
+    """
+    try:
+        if op.verdict(0) == YES:
+            deadline = op.start_ns + settings.lasting_ns(op.ttl_ms)
+            if now < deadline:
+                fleet.count(_ACQUIRED)
+                return _grant(settings, op, 0, op.reached(0), op.ttl_ms, deadline, now)
+    except BaseException:  # no memory, say
+        fleet.clean_up(op)
+        raise
     fleet.clean_up(op)
     return None
 
@@ -261,11 +244,19 @@ def granted(fleet: Fleet, settings: Settings, op: Op, now: int) -> Any:
 def again(
     fleet: Fleet, settings: Settings, op: Op, now: int, wait_ns: int | None
 ) -> Plan[tuple[Any, Op]]:
-    """What follows the first try of `acquire` when it was not granted: pauses, and other tries.
+    """What follows the first try when it was not granted: pauses, and other tries.
 
     Args:
         op: the first try; `granted` has seen it.
         now: when it ended.
+        wait_ns: None: `retries` decides; 0: that was it; else: keep trying that long from its start
+            on (or FOREVER).
+
+    Returns:
+        The lock, or None when somebody else holds the lock; and the last round.
+
+    Raises:
+        NoQuorum: the last try had no quorum of usable answers, or had it too late.
     """
     pauses = _Pauses(settings, wait_ns)
     while True:
@@ -280,10 +271,10 @@ def again(
         op = attempt(fleet, settings, op.keys[0], op.ttl_ms)
         try:
             now = yield op
-            hold = granted(fleet, settings, op, now)
         except BaseException:
             fleet.clean_up(op)
             raise
+        hold = granted(fleet, settings, op, now)
         if hold is not None:
             return hold, op
     if word == NO:

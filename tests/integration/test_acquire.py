@@ -30,6 +30,7 @@ from integration.helpers import (
     vacate,
     values_of,
 )
+from unit.world import acquire
 
 from redlock_fast import NoQuorum, NotAcquired, Redlock, plan
 from redlock_fast._core.fleet import Fleet
@@ -314,7 +315,7 @@ def _finish(steps: plan.Plan[plan.T], now: int) -> plan.T:
 def test_c06_a_validity_of_zero_is_no_lock(left_ms: int) -> None:
     fleet, settings = _driven_by_hand()
     start = now_ns()
-    steps = plan.acquire(fleet, settings, b"res", 1000, 0)
+    steps = acquire(fleet, settings, b"res", 1000, 0)
     fleet.start(_op(next(steps)), start)
     decided = start + (1000 - 12 - left_ms) * NS_PER_MS
     for i in range(3):
@@ -338,7 +339,7 @@ def test_c06_a_validity_of_zero_is_no_lock(left_ms: int) -> None:
 def test_c06_an_extension_with_nothing_left_is_a_loss(left_ms: int, new_ttl: int) -> None:
     fleet, settings = _driven_by_hand()
     start = now_ns()
-    steps = plan.acquire(fleet, settings, b"res", 1000, 0)
+    steps = acquire(fleet, settings, b"res", 1000, 0)
     fleet.start(_op(next(steps)), start)
     for i in range(3):
         fleet.receive(i, b"+OK\r\n", start)

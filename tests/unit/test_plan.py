@@ -22,6 +22,7 @@ from unit.world import (
     YES,
     Master,
     World,
+    acquire,
     commands,
 )
 
@@ -456,7 +457,7 @@ def test_a_try_that_outlasts_the_limit_is_the_last() -> None:
 def test_waiting_for_a_turn_counts_as_waiting() -> None:
     """A driver that lets a try wait for its turn says since when: the limit runs from then."""
     world = taken(3)
-    steps: Any = plan.acquire(world.fleet, world.settings, b"k", 1000, 30 * MS)
+    steps: Any = acquire(world.fleet, world.settings, b"k", 1000, 30 * MS)
     op = next(steps)
     op.asked_ns = world.now
     world.sleep(40 * MS)
@@ -477,7 +478,7 @@ def test_c138_the_last_try_decides() -> None:
     for master in world.masters:
         master.up = True
     world.masters[0].up = world.masters[1].up = False
-    steps: Any = plan.acquire(world.fleet, world.settings, b"k", 1000, None)
+    steps: Any = acquire(world.fleet, world.settings, b"k", 1000, None)
     op = next(steps)
     world.run_op(op)
     assert isinstance(steps.send(world.now), int)
@@ -492,7 +493,7 @@ def test_c138_the_last_try_decides() -> None:
     assert world.values() == [RIVAL] * 3
 
     world = taken(3, retries=1)
-    steps = plan.acquire(world.fleet, world.settings, b"k", 1000, None)
+    steps = acquire(world.fleet, world.settings, b"k", 1000, None)
     world.run_op(next(steps))
     steps.send(world.now)
     for i in (0, 1):
@@ -523,7 +524,7 @@ def test_c136_for_ever_without_masters_warns_once_a_minute(
     world = World(3, retry_delay_ms=100, ready=False)
     for master in world.masters:
         master.up = False
-    steps: Any = plan.acquire(world.fleet, world.settings, b"k", 1000, plan.FOREVER)
+    steps: Any = acquire(world.fleet, world.settings, b"k", 1000, plan.FOREVER)
     with caplog.at_level(logging.WARNING, logger="redlock_fast"):
         step = next(steps)
         while world.now < T0 + 150_000 * MS:
@@ -584,7 +585,7 @@ def test_c14_a_lost_reply_of_the_first_try_does_not_block_the_second() -> None:
     world = World(3, retry_delay_ms=50, jitter=0.9, patience_ms=50)
     world.plant(2, ms=100)
     world.masters[1].mute = True
-    steps: Any = plan.acquire(world.fleet, world.settings, b"k", 10_000, 500 * MS)
+    steps: Any = acquire(world.fleet, world.settings, b"k", 10_000, 500 * MS)
     world.run_op(next(steps))  # A grants, B's reply is lost, C is held
     pause = steps.send(world.now)
     assert isinstance(pause, int)
@@ -603,7 +604,7 @@ def test_c14_a_lost_reply_of_the_first_try_does_not_block_the_second() -> None:
 @pytest.mark.case("C15")
 def test_c15_connections_that_break_after_the_set_was_executed() -> None:
     world = World(3, retries=1)
-    steps: Any = plan.acquire(world.fleet, world.settings, b"k", 10_000, None)
+    steps: Any = acquire(world.fleet, world.settings, b"k", 10_000, None)
     op = next(steps)
     world.begin(op)
     for master in world.masters:
@@ -636,7 +637,7 @@ def test_two_clients_never_both_hold(orders: list[list[int]]) -> None:
     """Tries of as many clients, whose SETs arrive in any order: at most one is granted."""
     first = World(3)
     worlds = [first] + [World(first.masters, now=first.now) for _ in orders[1:]]
-    plans = [plan.acquire(w.fleet, w.settings, b"k", 1000, 0) for w in worlds]
+    plans = [acquire(w.fleet, w.settings, b"k", 1000, 0) for w in worlds]
     ops: list[Any] = [next(steps) for steps in plans]
     for world, op in zip(worlds, ops, strict=True):
         world.begin(op)
@@ -769,7 +770,7 @@ def test_c104_acquire_closed_at_every_point_leaves_no_key(name: str) -> None:
     reached = 0
     for stop_at, point in product(range(5), POINTS):
         world = WORLDS[name]()
-        steps: Any = plan.acquire(world.fleet, world.settings, b"k", 600_000, None)
+        steps: Any = acquire(world.fleet, world.settings, b"k", 600_000, None)
         if not drive_to(world, steps, stop_at, point):
             continue
         reached += 1
@@ -802,7 +803,7 @@ def test_c104_the_plan_itself_sees_to_it_that_no_set_goes_out_later() -> None:
     world = World(3, ready=False)
     for master in world.masters:
         master.connect_ns = 20 * MS
-    steps: Any = plan.acquire(world.fleet, world.settings, b"k", 600_000, 0)
+    steps: Any = acquire(world.fleet, world.settings, b"k", 600_000, 0)
     world.begin(next(steps))
     steps.close()
     world.settle(100)
@@ -823,7 +824,7 @@ def test_connections_that_break_at_the_interruption_keep_their_debts(
         keys = [b"k", b"a", b"b"]
         steps: Any = plan.acquire_many(world.fleet, world.settings, keys, 600_000, 0)
     else:
-        steps = plan.acquire(world.fleet, world.settings, b"k", 600_000, 0)
+        steps = acquire(world.fleet, world.settings, b"k", 600_000, 0)
     assert drive_to(world, steps, 0, point)
     for i in range(3):
         world.fleet.lost(i, "closed", "connection reset by peer", world.now)
@@ -1599,7 +1600,7 @@ def test_release_token() -> None:
 
 def test_rounds_begin_with_the_time_of_their_first_byte() -> None:
     world = World(3, patience_ms=70)
-    steps: Any = plan.acquire(world.fleet, world.settings, b"k", 1000, 0)
+    steps: Any = acquire(world.fleet, world.settings, b"k", 1000, 0)
     op = next(steps)
     assert (op.kind, op.keys, op.ttl_ms) == (ACQUIRE, [b"k"], 1000)
     assert op.tokens == world.tokens

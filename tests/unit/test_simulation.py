@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from unit.world import DOWN, MS, READY, World
+from unit.world import DOWN, MS, READY, World, acquire
 
 from redlock_fast import plan
 from redlock_fast._core.op import Op
@@ -131,7 +131,7 @@ class Crew(World):
         what = random.randrange(10)
         if what < 4:
             wait = random.choice([0, None, 30 * MS])
-            single = plan.acquire(fleet, self.settings, random.choice(KEYS), TTL_MS, wait)
+            single = acquire(fleet, self.settings, random.choice(KEYS), TTL_MS, wait)
             self.enter(single, lambda result: self.granted(result[:1]))
         elif what < 6:
             keys = random.sample(KEYS, 2) + [

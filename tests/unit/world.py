@@ -250,6 +250,22 @@ class Master:
         return sum(words[0].decode() in verbs for words in self.seen)
 
 
+def acquire(
+    fleet: Fleet, settings: plan.Settings, key: bytes, ttl_ms: int, wait_ns: int | None
+) -> plan.Plan[tuple[Any, Op]]:
+    """All of acquiring one lock as a plan: the first try, which drivers run without one, too."""
+    op = plan.attempt(fleet, settings, key, ttl_ms)
+    try:
+        now = yield op
+    except BaseException:
+        fleet.clean_up(op)
+        raise
+    hold = plan.granted(fleet, settings, op, now)
+    if hold is not None:
+        return hold, op
+    return (yield from plan.again(fleet, settings, op, now, wait_ns))
+
+
 class World:
     """Masters, a fleet, and a driver that runs plans.
 
@@ -311,7 +327,7 @@ class World:
 
     def acquire(self, key: bytes = b"k", ttl_ms: int = 1000, wait_ns: int | None = 0) -> Any:
         """Run `plan.acquire`; the lock or None."""
-        return self.run(plan.acquire(self.fleet, self.settings, key, ttl_ms, wait_ns))[0]
+        return self.run(acquire(self.fleet, self.settings, key, ttl_ms, wait_ns))[0]
 
     def acquire_many(self, keys: list[bytes], ttl_ms: int = 1000, wait_ns: int | None = 0) -> Any:
         """Run `plan.acquire_many`."""
