@@ -9,8 +9,8 @@ CYTHON_SOURCES := $(shell find src -name '*.pyx' -o -name '*.pxd') \
     $(addprefix src/redlock_fast/,$(addsuffix .py,rules arguments resolve plan holds client asyncio))
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all peer-suites coverage sanitize lint docs bench bench-quick \
-    bench-instructions bench-tls smoke test-servers clean FORCE
+.PHONY: help setup demo test test-all peer-suites coverage sanitize lint docs optimised bench \
+    bench-quick bench-instructions bench-tls smoke test-servers clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 20
@@ -42,18 +42,24 @@ smoke: setup ## sdist and wheel, built, installed in an empty venv and tried
 test-servers: setup ## the integration tests on Valkey 8.1, Redis 6.2, 7.0 and 8.2, one after the other
 	$(PY) tests/servers/run.py $(SERVERS)
 
-bench: setup ## the benchmarks; writes docs/benchmarks.md (some ten minutes)
-	$(PY) bench/suite.py
+# Benchmarks import what lies there.
+OPTIMISED := $(CURDIR)/build/optimised
+AS_SHIPPED := PYTHONPATH=$(OPTIMISED)/src $(PY)
 
-bench-quick: setup ## the same, short and coarse; writes build/bench
+optimised: $(OPTIMISED)/trained ## the extension modules as in wheels, guided by a profile, in build/optimised
+
+bench: setup optimised ## the benchmarks; writes docs/benchmarks.md (some ten minutes)
+	$(AS_SHIPPED) bench/suite.py
+
+bench-quick: setup ## the same, short and coarse, without `optimised`; writes build/bench
 	$(PY) bench/suite.py --quick
 
-bench-instructions: setup ## instructions of one pair, by callgrind
-	$(PY) bench/instructions.py
+bench-instructions: setup optimised ## instructions of one pair, by callgrind
+	$(AS_SHIPPED) bench/instructions.py
 
 # On a server that was built with TLS, which is fetched as those of test-servers are.
-bench-tls: setup ## pairs over TLS beside pairs without
-	$(PY) bench/tls.py --server "$$($(PY) tests/servers/run.py --path redis-7.0)"
+bench-tls: setup optimised ## pairs over TLS beside pairs without
+	$(AS_SHIPPED) bench/tls.py --server "$$($(PY) tests/servers/run.py --path redis-7.0)"
 
 # Apart from each other, since tests and bench have a conftest each.
 RELAXED := $(addprefix --allow-,untyped-defs incomplete-defs untyped-calls untyped-decorators)
@@ -75,10 +81,18 @@ docs: setup $(VENV)/docs-tools ## the documentation, as build/docs/index.html
 
 # In copies of the tree: these modules are slow, and the C files of traced ones must lie beside the
 # sources, where coverage looks for them.
-COPY := $(CURDIR)/build/copy
+COPY = $(CURDIR)/build/copy
 FRESH_COPY = rm -rf $(COPY) && mkdir -p $(COPY) && \
 	tar -cf - $(addprefix --exclude=,./.git ./$(VENV) ./build ./.coverage '*.so') . | tar -xf - -C $(COPY)
 IN_COPY = export PYTHONPATH=$(COPY)/src PATH="$(CURDIR)/$(VENV)/bin:$$PATH" && cd $(COPY)
+
+$(OPTIMISED)/trained: COPY = $(OPTIMISED)
+$(OPTIMISED)/trained: setup.py bench/train.py $(CYTHON_SOURCES) | setup
+	$(FRESH_COPY)
+	$(IN_COPY) && \
+	REDLOCK_PROFILE=generate python setup.py -q build_ext --inplace && python bench/train.py && \
+	REDLOCK_PROFILE=use python setup.py -q build_ext --inplace --force
+	@touch $@
 
 coverage: setup ## line coverage of Python and Cython by the quick tests
 	$(FRESH_COPY)

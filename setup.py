@@ -6,6 +6,8 @@ REDLOCK_DEBUG=1        no optimisation, debug symbols, C assertions, and the C m
 REDLOCK_TRACE=1        line tracing for coverage. A traced line takes the GIL, in nogil code too, so
                        code that holds a C mutex must be marked @cython.linetrace(False)
 REDLOCK_SANITIZE=LIST  what gcc's -fsanitize takes, such as address,undefined
+REDLOCK_PROFILE=generate  counts how often each line runs, until
+REDLOCK_PROFILE=use       lays the code out by those counts: see bench/train.py and `make optimised`
 """
 
 import os
@@ -20,6 +22,7 @@ from setuptools.command.build_ext import build_ext
 DEBUG = os.environ.get("REDLOCK_DEBUG", "0") == "1"
 TRACE = os.environ.get("REDLOCK_TRACE", "0") == "1"
 SANITIZE = os.environ.get("REDLOCK_SANITIZE", "")
+PROFILE = os.environ.get("REDLOCK_PROFILE", "")
 
 SOURCES = [
     "redlock_fast/rules.py",  # the .py files are importable as they are, too
@@ -63,6 +66,14 @@ if TRACE:
 if SANITIZE:
     compile_args += ["-O1", "-g", "-fno-omit-frame-pointer", f"-fsanitize={SANITIZE}"]
     link_args += [f"-fsanitize={SANITIZE}"]
+if PROFILE:
+    # The counts lie beside the objects, in build/temp.*. Several threads count at once.
+    compile_args += [
+        f"-fprofile-{PROFILE}",
+        "-fprofile-update=prefer-atomic",
+        "-Wno-missing-profile",
+    ]
+    link_args += [f"-fprofile-{PROFILE}"]
 
 
 class BuildExt(build_ext):
@@ -77,8 +88,10 @@ class BuildExt(build_ext):
     def run(self):
         """Generate C out of the source tree, or beside the sources, where Cython.Coverage looks."""
         build_dir = None if TRACE else "build/cython"
+        # Counts are good for the very C files that were counted.
+        force = self.force and PROFILE != "use"
         generated = cythonize(
-            self.extensions, build_dir=build_dir, force=self.force, compiler_directives=DIRECTIVES
+            self.extensions, build_dir=build_dir, force=force, compiler_directives=DIRECTIVES
         )
         for extension, result in zip(self.extensions, generated, strict=True):
             extension.sources = result.sources

@@ -699,6 +699,15 @@ def machine() -> str:
     return f"{cores()} cores, {platform.system()} {platform.release()}, {python}, load {load}"
 
 
+def modules() -> str:
+    """How the extension modules that are imported here were built."""
+    import redlock_fast
+
+    if "optimised" in Path(redlock_fast.__file__).parts:
+        return "guided by a profile, as in wheels (`make optimised`)"
+    return "plain, as `make setup` builds them"
+
+
 def library_versions() -> str:
     """The redis-py and hiredis that the Python clients stand on."""
     names = ("redis", "hiredis")

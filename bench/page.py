@@ -291,6 +291,7 @@ def about_lines(about: Data) -> list[str]:
         f"load {about['load_before']:.1f} at the start",
         f"servers on the same machine: {about['server']}",
         f"peers stand on {about['libraries']}",
+        f"extension modules: {about['modules']}",
         f"{about['rounds']} rounds of {about['seconds']:g} s for each row",
     ]
     lines += [f"{name} {text}" for name, text in about["built"].items()]

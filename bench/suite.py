@@ -313,6 +313,7 @@ def about(args: argparse.Namespace, effort: Effort) -> dict[str, Any]:
         "kernel": f"{platform.system()} {platform.release()}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "libraries": harness.library_versions(),
+        "modules": harness.modules(),
         "load_before": os.getloadavg()[0],
         "seconds": effort.seconds,
         "rounds": effort.rounds,

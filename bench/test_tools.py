@@ -14,6 +14,7 @@ import suite
 TINY = suite.Effort(0.02, 1)
 WHERE = {"command": "make bench", "date": "today", "took_s": 1.0, "cores": 2, "processor": "one"}
 WHERE |= {"kernel": "Linux", "python": "CPython", "load_before": 0.0, "server": "valkey"}
+WHERE["modules"] = "plain"
 WHERE |= {"libraries": "redis", "rounds": 1, "seconds": 0.02}
 
 
