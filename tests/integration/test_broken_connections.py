@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from integration.helpers import (
 )
 
 from redlock_fast import NoQuorum, Redlock
-from redlock_fast.testing import LocalMasters, MakeLocalMasters
+from redlock_fast.testing import LocalMaster, LocalMasters, MakeLocalMasters
 
 
 def _pair(client: Redlock, name: str = "res") -> None:
@@ -299,6 +301,38 @@ def test_c157_no_script_but_ours_is_ever_cached(
         assert client.owned(held[0])
         client.release_many(held)
     eventually(lambda: are_clean(masters))
-    for master in masters:
-        info = master.command("INFO", "memory").decode()
-        assert "number_of_cached_scripts:3\r\n" in info
+    assert [_scripts_of(master) for master in masters] == [3, 3, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.case("C157")
+def test_c157_10_000_names_and_ttls(
+    make_local_masters: MakeLocalMasters, make_client: MakeClient
+) -> None:
+    """Each with its own, and with everything that can be done to a lock."""
+    masters = make_local_masters(3)
+    before = [_scripts_of(master) for master in masters]
+    client = make_client(masters)
+
+    def life(i: int) -> None:
+        lock = client.acquire(f"res:{i}", 60_000 + i)
+        assert lock
+        assert lock.extend(80_000 + i)
+        assert client.owned(lock)
+        assert client.locked(lock.resource)
+        adopted = client.adopt(lock.resource, lock.token, 100_000 + i)
+        assert adopted
+        if i % 2:
+            assert adopted.release()
+        else:
+            assert client.release_token(lock.resource, lock.token)
+
+    with ThreadPoolExecutor(16) as pool:
+        assert len(list(pool.map(life, range(10_000)))) == 10_000
+    eventually(lambda: are_clean(masters))
+    assert [_scripts_of(master) for master in masters] == [count + 3 for count in before]
+
+
+def _scripts_of(master: LocalMaster) -> int:
+    info = master.command("INFO", "memory").decode()
+    return int(re.search(r"number_of_cached_scripts:(\d+)", info)[1])  # type: ignore[index]
