@@ -151,10 +151,10 @@ class FakeMaster:
     Args:
         answer: given a command (list of bytes, the name in upper case) and its `Talk`, says what
             to answer; PASS, or no function at all: as a small real master does.
-        greeting: bytes sent to each new connection before anything came.
+        greeting: what each new connection gets before anything came.
 
     Attributes:
-        answer: may be changed at any time.
+        answer, greeting: may be changed at any time.
         received: all commands, of all connections, in the order they came.
         talks: all connections there were.
         open: how many connections there are.
@@ -165,7 +165,7 @@ class FakeMaster:
         self,
         net: Net,
         answer: Callable[[list[bytes], Talk], Answer] | None = None,
-        greeting: bytes = b"",
+        greeting: Answer = SILENCE,
     ) -> None:
         self.answer = answer
         self.greeting = greeting
@@ -205,31 +205,37 @@ class FakeMaster:
         self.talks.append(talk)
         self.open += 1
         try:
-            if self.greeting:
-                writer.write(self.greeting)
-            while command := await _read_command(reader):
+            goes_on = await self._say(self.greeting, [], writer)
+            while goes_on and (command := await _read_command(reader)):
                 talk.received.append(command)
                 self.received.append(command)
                 answer = PASS if self.answer is None else self.answer(command, talk)
-                steps = [answer] if isinstance(answer, (bytes, Action)) else answer
-                for step in steps:
-                    if isinstance(step, float):
-                        await asyncio.sleep(step)
-                    elif step is RESET:
-                        _abort(writer)
-                        return
-                    elif step is CLOSE:
-                        return
-                    elif step is HALF:
-                        writer.write_eof()
-                    else:
-                        writer.write(self.behave(command) if step is PASS else step)
+                goes_on = await self._say(answer, command, writer)
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
             self.open -= 1
             if not writer.is_closing():
                 writer.close()
+
+    async def _say(
+        self, answer: Answer, command: list[bytes], writer: asyncio.StreamWriter
+    ) -> bool:
+        """Do all steps; False: the connection has ended."""
+        steps = [answer] if isinstance(answer, (bytes, Action)) else answer
+        for step in steps:
+            if isinstance(step, float):
+                await asyncio.sleep(step)
+            elif step is RESET:
+                _abort(writer)
+                return False
+            elif step is CLOSE:
+                return False
+            elif step is HALF:
+                writer.write_eof()
+            else:
+                writer.write(self.behave(command) if step is PASS else step)
+        return True
 
     def behave(self, command: list[bytes]) -> bytes:
         """What a real master answers, as far as a lock client can tell."""
@@ -469,7 +475,7 @@ def make_fake(net: Net) -> MakeFake:
     """A function that starts a `FakeMaster`; arguments are its."""
 
     def make(
-        answer: Callable[[list[bytes], Talk], Answer] | None = None, greeting: bytes = b""
+        answer: Callable[[list[bytes], Talk], Answer] | None = None, greeting: Answer = SILENCE
     ) -> FakeMaster:
         return FakeMaster(net, answer, greeting)
 

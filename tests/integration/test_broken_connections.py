@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from integration.fakes import CLOSE, HALF, PASS, RESET, Answer, MakeFake, Talk
+from integration.fakes import CLOSE, HALF, PASS, RESET, SILENCE, Answer, MakeFake, Talk
 from integration.helpers import (
     HOUR,
     NT,
@@ -21,6 +23,7 @@ from integration.helpers import (
     are_clean,
     black_hole,
     clients_of,
+    descriptors,
     eventually,
     outcomes,
     state_of,
@@ -139,27 +142,116 @@ def test_c45_a_reply_that_ends_half_way(
 # -- refused -------------------------------------------------------------------------------------
 
 
+NO_ROOM = b"-ERR max number of clients reached\r\n"
+
+
+@contextlib.contextmanager
+def _full(master: LocalMaster) -> Iterator[Callable[[str], int]]:
+    """There is room for no other client; gives a function that reads a number from INFO."""
+    master.command("CONFIG", "SET", "maxclients", "2")
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", master.port), 5))
+            stream = stack.enter_context(sock.makefile("rb"))
+            sock.sendall(b"PING\r\n")
+            assert stream.readline() == b"+PONG\r\n"
+
+        def info(field: str) -> int:
+            sock.sendall(b"INFO\r\n")
+            text = stream.read(int(stream.readline()[1:]) + 2).decode()
+            return int(re.search(rf"\b{field}:(\d+)", text)[1])  # type: ignore[index]
+
+        yield info
+        sock.sendall(b"CONFIG SET maxclients 1000\r\n")
+        assert stream.readline() == b"+OK\r\n"
+
+
+def _is_refused(client: Redlock) -> None:
+    row = state_of(client, 2)
+    assert row["errors"].keys() <= {"MAXCLIENTS", "closed"}
+    assert "max number of clients" in row["cause"]
+
+
 @pytest.mark.case("C46")
 def test_c46_no_room_for_a_client(
     make_local_masters: MakeLocalMasters, make_client: MakeClient
 ) -> None:
     masters = make_local_masters(3)
-    masters[2].command("CONFIG", "SET", "maxclients", "2")
-    with socket.create_connection(("127.0.0.1", masters[2].port)) as other:
-        other.sendall(b"PING\r\n")
-        assert other.recv(100) == b"+PONG\r\n"
-        with socket.create_connection(("127.0.0.1", masters[2].port)) as another:
-            another.sendall(b"PING\r\n")
-            assert another.recv(100) == b"+PONG\r\n"
-            client = make_client(masters)
-            for turn in range(200):
-                _pair(client, f"res:{turn}")
-            row = state_of(client, 2)
-            assert row["errors"].keys() <= {"MAXCLIENTS", "closed"}
-            assert "max number of clients" in row["cause"]
-            assert row["reconnects"] < 100
+    with _full(masters[2]) as info:
+        client = make_client(masters)
+        for turn in range(1000):
+            _pair(client, f"res:{turn}")
+        _is_refused(client)
+        assert state_of(client, 2)["reconnects"] < 100
+        assert info("connected_clients") == 2
     eventually(lambda: _is_ready(client), 10)
     assert clients_of(masters[2]) == 1
+    eventually(lambda: are_clean(masters))
+
+
+@pytest.mark.case("C46")
+def test_c46_a_line_instead_of_a_welcome(
+    masters: LocalMasters, make_client: MakeClient, make_fake: MakeFake
+) -> None:
+    """As a full master does it: said before anything was read, and closed."""
+    fake = make_fake(greeting=[NO_ROOM, CLOSE])
+    before = len(descriptors())
+    client = make_client([*masters.urls[:2], fake])
+    for turn in range(200):
+        _pair(client, f"res:{turn}")
+    _is_refused(client)
+    assert 0 < len(fake.talks) < 100
+    assert len(descriptors()) <= before + 5  # one to wait with, two masters, one attempt's ends
+    assert fake.received == []
+    fake.greeting = SILENCE
+    eventually(lambda: _is_ready(client), 10)
+    assert fake.open == 1
+
+
+@pytest.mark.slow
+@pytest.mark.case("C46")
+@pytest.mark.parametrize("real", [True, False])
+def test_c46_a_thousand_refusals(
+    make_local_masters: MakeLocalMasters, make_fake: MakeFake, make_client: MakeClient, real: bool
+) -> None:
+    """A thousand connections that come to nothing: 20 of each of 50 clients, which take turns."""
+    masters = make_local_masters(3)
+    with contextlib.ExitStack() as stack:
+        if real:
+            third: Any = masters[2]
+            info = stack.enter_context(_full(masters[2]))
+        else:
+            third = make_fake(greeting=[NO_ROOM, CLOSE])
+        before = len(descriptors())
+        clients = [make_client([*masters.urls[:2], third]) for _ in range(50)]
+        end = time.monotonic() + 60
+        while any(sum(state_of(c, 2)["errors"].values()) < 20 for c in clients):
+            for i, client in enumerate(clients):
+                _pair(client, f"res:{i}")
+            # Each has one to wait with, two masters, and one attempt's ends, if any.
+            assert len(descriptors()) <= before + 50 * 5
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        for client in clients:
+            _is_refused(client)
+        if real:
+            assert info("rejected_connections") >= 1000
+            assert info("connected_clients") == 2
+        else:
+            assert len(third.talks) >= 1000
+            assert third.received == []
+            eventually(lambda: not third.open)
+
+        def settled() -> bool:
+            for client in clients:
+                _pair(client)
+            return len(descriptors()) == before + 50 * 3
+
+        eventually(settled, 20)
+        third.greeting = SILENCE
+    eventually(lambda: sum(map(_is_ready, clients)) == 50, 20)
+    if real:
+        assert clients_of(masters[2]) == 50
     eventually(lambda: are_clean(masters))
 
 
@@ -172,14 +264,30 @@ def _is_ready(client: Redlock) -> bool:
 def test_c53_nothing_is_sent_before_auth_was_answered(
     make_fake: MakeFake, make_client: MakeClient
 ) -> None:
-    """Of every second connection AUTH is refused, and nothing else ever comes on it."""
-    fakes = []
-    for _ in range(3):
+    """Each master ends 20 connections under load, and refuses AUTH on every other one.
 
-        def answer(command: list[bytes], talk: Talk) -> Answer:
-            if command[0] == b"AUTH" and talk.index % 2:
-                return b"-LOADING Redis is loading the dataset in memory\r\n"
+    AUTH is answered late: what came until then is all that went out before the answer.
+    """
+    fakes = []
+    ended = [0, 0, 0]
+    early: list[list[bytes]] = []
+    answered = set()
+
+    def let(talk: Talk) -> None:
+        early.append([command[0] for command in talk.received])
+        answered.add(talk)
+        if not talk.writer.is_closing():
+            refusal = b"-LOADING Redis is loading the dataset in memory\r\n"
+            talk.writer.write(refusal if talk.index % 2 else b"+OK\r\n")
+
+    for i in range(3):
+
+        def answer(command: list[bytes], talk: Talk, i: int = i) -> Answer:
+            if command[0] == b"AUTH":
+                asyncio.get_running_loop().call_later(0.002, let, talk)
+                return SILENCE
             if command[0] == b"SET" and len(talk.received) > 20:
+                ended[i] += 1
                 return RESET
             return PASS
 
@@ -190,7 +298,7 @@ def test_c53_nothing_is_sent_before_auth_was_answered(
 
     def work(i: int) -> None:
         turn = 0
-        while min(len(fake.talks) for fake in fakes) < 20 and time.monotonic() < end:
+        while min(ended) < 20 and time.monotonic() < end:
             turn += 1
             with contextlib.suppress(NoQuorum):
                 lock = client.acquire(f"res:{i}:{turn}", HOUR)
@@ -202,12 +310,14 @@ def test_c53_nothing_is_sent_before_auth_was_answered(
         thread.start()
     for thread in threads:
         thread.join(30)
+    assert min(ended) >= 20
+    assert all(names == [b"AUTH"] for names in early)
     for fake in fakes:
-        assert len(fake.talks) >= 20
+        assert len(fake.talks) >= 39  # every other one was refused
         for talk in fake.talks:
             names = [command[0] for command in talk.received]
             assert names[:1] in ([b"AUTH"], [])
-            if talk.index % 2:
+            if talk.index % 2 or talk not in answered:
                 assert names in ([b"AUTH"], [])
 
 
