@@ -1,4 +1,4 @@
-"""A million pairs, 50,000 reconnections, huge batches: memory and descriptors stay flat."""
+"""A million pairs, 50,000 reconnections, 200,000 errors, huge batches: all stays flat."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -312,6 +313,127 @@ def test_c154_10_000_clients_of_a_loop(masters: LocalMasters) -> None:
 
     asyncio.run(main())
     eventually(lambda: are_clean(masters))
+
+
+# -- what failures leave behind --------------------------------------------------------------------
+
+# Three fakes in a process of their own, so that nothing that they leave is counted.
+_FAKES = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from integration.fakes import CLOSE, PASS, FakeMaster, Net
+
+what = sys.argv[2]
+net = Net()
+
+def answer(command, talk):
+    talk.received.clear()
+    for fake in fakes:
+        fake.received.clear()
+    if what == "errors" and command[0] == b"SET":
+        return b"+OK\\r\\n"
+    if what == "errors" and command[0] == b"EVALSHA":
+        return b"-NOSCRIPT No matching script.\\r\\n"
+    if what == "errors" and command[0] == b"EVAL":
+        return b"-ERR out of luck\\r\\n"
+    if what == "halves" and command[0] == b"SET":
+        return [b"+O", CLOSE]
+    if what == "refusals" and command[0] == b"SET":
+        return b"$-1\\r\\n"
+    return PASS
+
+fakes = [FakeMaster(net, answer) for _ in range(3)]
+print(*[fake.url for fake in fakes], flush=True)
+sys.stdin.read()
+"""
+
+
+def _errors(client: Redlock, count: int) -> None:
+    """A release is answered -NOSCRIPT and -ERR by each of three masters."""
+    for turn in range(0, count, 600):
+        names = [f"res:{turn}:{i}" for i in range(100)]
+        locks = [lock for lock in client.acquire_many(names, HOUR, wait=5000) if lock]
+        assert len(locks) == 100
+        for lock in locks:
+            with pytest.raises(NoQuorum, match="out of luck"):
+                lock.release()
+
+
+def _half_replies(client: Redlock, count: int) -> None:
+    end = _errors_of(client, "closed") + count
+    while _errors_of(client, "closed") < end:
+        with suppress(NoQuorum):
+            assert client.acquire("res", HOUR) is None
+
+
+def _refusals(client: Redlock, count: int) -> None:
+    for _ in range(count):
+        assert client.acquire("res", HOUR) is None
+
+
+def _errors_of(client: Redlock, kind: str) -> int:
+    return sum(row["errors"].get(kind, 0) for row in client.stats()["masters"])
+
+
+@pytest.mark.slow
+@pytest.mark.case("C155")
+@pytest.mark.parametrize("collector", [True, False])
+@pytest.mark.parametrize(
+    ("what", "fail", "count"),
+    [
+        ("errors", _errors, 200_000),
+        ("halves", _half_replies, 20_000),
+        ("refusals", _refusals, 20_000),
+    ],
+    ids=["errors", "halves", "refusals"],
+)
+def test_c155_failures_leave_no_object(
+    make_client: MakeClient,
+    caplog: pytest.LogCaptureFixture,
+    what: str,
+    fail: Callable[[Redlock, int], None],
+    count: int,
+    collector: bool,
+) -> None:
+    """Also no cycle, which only the collector would find."""
+    caplog.set_level(logging.CRITICAL, "redlock_fast")
+    tests = str(Path(__file__).parents[1])
+    process = subprocess.Popen(
+        [sys.executable, "-c", _FAKES, tests, what],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout
+        urls = process.stdout.readline().split()
+        assert len(urls) == 3
+        client = make_client(urls)
+
+        def times(count: int) -> tuple[int, int]:
+            fail(client, count)
+            eventually(lambda: _settled(client))
+            if collector:
+                gc.collect()
+            return sys.getallocatedblocks(), len(gc.get_objects())
+
+        times(count // 20)
+        gc.collect()
+        if not collector:
+            gc.disable()
+        try:
+            before = times(count // 20)
+            began = time.monotonic()
+            after = times(count)
+        finally:
+            gc.enable()
+        print(  # noqa: T201 - shown with -rP
+            f"{count} {what}: {time.monotonic() - began:.1f} s, "
+            f"{after[0] - before[0]:+d} blocks, {after[1] - before[1]:+d} objects"
+        )
+        client.close()
+    assert after[0] - before[0] < 1000
+    assert after[1] - before[1] < 200
 
 
 @pytest.mark.slow
