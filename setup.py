@@ -43,7 +43,7 @@ SOURCES = [
     "redlock_fast/_core/pump.pyx",
 ]
 
-Options.closure_freelist_size = 256  # as many coroutines of one kind may well be under way
+Options.closure_freelist_size = 1024  # as many coroutines of one kind may well be under way
 
 DIRECTIVES = {
     "language_level": 3,

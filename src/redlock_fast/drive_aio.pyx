@@ -111,7 +111,7 @@ cdef class Chan:
         buf_free(&self.pend)
 
 
-@cython.freelist(256)
+@cython.freelist(1024)
 @cython.final
 cdef class Round:
     """One round, for the one coroutine that awaits it; begins when it is awaited.
@@ -677,7 +677,7 @@ cdef class Driver:
                 continue
             self.fleet.refill(op, now)
             for i in range(self.n):
-                if op.asked & ~op.closed & (<uint32_t> 1 << i) and op.queued[i] < op.k:
+                if op.asked & ~op.closed & (<uint32_t> 1 << i) and op.parts[i].queued < op.k:
                     rest.append(op)
                     break
         self.parts = rest

@@ -4,7 +4,7 @@ cimport cython
 from libc.stdint cimport int64_t, uint32_t
 
 from redlock_fast._core.fleet cimport Fleet
-from redlock_fast._core.op cimport Op, new_op
+from redlock_fast._core.op cimport Op, new_op, single_op
 from redlock_fast.rules cimport drift_ns, ns_of
 
 cdef class Settings:
@@ -53,6 +53,6 @@ cpdef Op attempt(Fleet fleet, Settings settings, bytes key, int64_t ttl_ms)
 cpdef Hold granted(Fleet fleet, Settings settings, Op op, int64_t now)
 
 
-@cython.locals(op=Op, origin=Op)
+@cython.locals(op=Op)
 cpdef Op deletion(Fleet fleet, Hold hold)
 cpdef object deleted(Fleet fleet, Hold hold, Op op)

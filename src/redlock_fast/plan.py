@@ -26,7 +26,7 @@ import cython
 
 from redlock_fast import rules
 from redlock_fast._core.fleet import COUNTERS, Fleet
-from redlock_fast._core.op import Op, new_op
+from redlock_fast._core.op import Op, new_op, single_op
 from redlock_fast.errors import NoQuorum, Report
 from redlock_fast.rules import NO, NO_QUORUM, YES, drift_ns, ns_of
 
@@ -166,8 +166,8 @@ def _grant(
 ) -> Any:
     lock_type = settings.lock_type
     hold: Hold = lock_type.__new__(lock_type)
-    hold.key = op.keys[item]
-    hold.secret = op.tokens[item]
+    hold.key = op.key_of(item)
+    hold.secret = op.token_of(item)
     hold.ttl_ms = ttl_ms
     hold.reached = reached
     hold.deadline_ns = deadline_ns
@@ -218,7 +218,7 @@ def attempt(fleet: Fleet, settings: Settings, key: bytes, ttl_ms: int) -> Op:
     `granted` says what came of it, and `again` is the plan of what follows. Who stops before cleans
     the round up.
     """
-    return new_op(ACQUIRE, fleet.n, [key], settings.draw(1), ttl_ms, EVERYBODY)
+    return single_op(ACQUIRE, fleet.n, key, settings.draw(1)[0], ttl_ms, EVERYBODY)
 
 
 @cython.annotation_typing(False)
@@ -268,7 +268,7 @@ def again(
         if word != NO and wait_ns == FOREVER:
             _warn(fleet, settings, op, now)
         yield pause
-        op = attempt(fleet, settings, op.keys[0], op.ttl_ms)
+        op = attempt(fleet, settings, op.key_of(0), op.ttl_ms)
         try:
             now = yield op
         except BaseException:
@@ -433,11 +433,7 @@ def deletion(fleet: Fleet, hold: Hold) -> Op:
     """The round of `release`, for a driver that runs it without a plan; then `deleted`."""
     # If this is interrupted from here on, the lock may be released again.
     hold.state = UNCONFIRMED
-    origin = hold.origin
-    if origin is not None and origin.k == 1:
-        op = new_op(RELEASE, fleet.n, origin.keys, origin.tokens, -1, hold.reached)
-    else:
-        op = new_op(RELEASE, fleet.n, [hold.key], [hold.secret], -1, hold.reached)
+    op = single_op(RELEASE, fleet.n, hold.key, hold.secret, -1, hold.reached)
     op.lasts_ms = hold.ttl_ms
     return op
 
@@ -499,7 +495,7 @@ def release_token(fleet: Fleet, key: bytes, secret: bytes) -> Plan[bool]:
     Raises:
         NoQuorum: no quorum of answers.
     """
-    op = new_op(RELEASE, fleet.n, [key], [secret], -1, EVERYBODY)
+    op = single_op(RELEASE, fleet.n, key, secret, -1, EVERYBODY)
     yield op
     if op.verdict(0) == NO_QUORUM:
         raise no_quorum(fleet, op, "cannot release")
@@ -594,7 +590,7 @@ def adopt(fleet: Fleet, settings: Settings, key: bytes, secret: bytes, ttl_ms: i
     Raises:
         NoQuorum: no quorum of answers.
     """
-    op = new_op(EXTEND, fleet.n, [key], [secret], ttl_ms, EVERYBODY)
+    op = single_op(EXTEND, fleet.n, key, secret, ttl_ms, EVERYBODY)
     now = yield op
     deadline = op.start_ns + settings.lasting_ns(ttl_ms)
     if op.verdict(0) == NO_QUORUM:
@@ -613,7 +609,7 @@ def look(fleet: Fleet, kind: int, key: bytes, secret: bytes, asked: int) -> Plan
     Raises:
         NoQuorum: no quorum of answers.
     """
-    op = new_op(kind, fleet.n, [key], [secret], -1, asked)
+    op = single_op(kind, fleet.n, key, secret, -1, asked)
     yield op
     if op.verdict(0) == NO_QUORUM:
         raise no_quorum(fleet, op, "cannot tell who holds the lock")

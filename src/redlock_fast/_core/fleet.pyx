@@ -25,7 +25,7 @@ from redlock_fast._core.link cimport (
     speaks,
     wire_out,
 )
-from redlock_fast._core.op cimport ACQUIRE, MAX_MASTERS, RELEASE, Op, new_op
+from redlock_fast._core.op cimport ACQUIRE, MAX_MASTERS, RELEASE, Op, new_op, single_op
 from redlock_fast._core.wire cimport Replies, buf_free
 
 cdef int64_t NEVER = 0x7FFFFFFFFFFFFFFF
@@ -109,7 +109,7 @@ cdef class Fleet:
                 if link.state == READY:
                     continue        # a batch, and it owes much: refill() sees to it
                 link.owe(op, 0, op.k)
-                op.queued[i] = op.k
+                op.parts[i].queued = op.k
             op.hoping |= bit
             if link.retry_ns > op.limit_ns and (
                 link.state == DOWN or link.state == READY and op.kind == ACQUIRE
@@ -164,7 +164,7 @@ cdef class Fleet:
         cdef bint more = False
         for i in range(self.n):
             bit = <uint32_t> 1 << i
-            if not op.asked & bit or op.hoping & bit or op.queued[i] >= op.k:
+            if not op.asked & bit or op.hoping & bit or op.parts[i].queued >= op.k:
                 continue
             link = <Link> self.at[i]
             if op.closed & bit:
@@ -172,21 +172,21 @@ cdef class Fleet:
             if link.state != READY or op.kind == ACQUIRE and link.retry_ns > now:
                 # It broke, or answers with errors, half way: the rest is not sent.
                 op.explain(i, link.outcome, link.cause)
-                op.fail(i, op.queued[i], op.k - op.queued[i])
+                op.fail(i, op.parts[i].queued, op.k - op.parts[i].queued)
                 if op.kind == RELEASE:
-                    link.owe(op, op.queued[i], op.k - op.queued[i])
-                    op.queued[i] = op.k
+                    link.owe(op, op.parts[i].queued, op.k - op.parts[i].queued)
+                    op.parts[i].queued = op.k
                 op.close(i)
                 continue
-            while op.queued[i] < op.k:
+            while op.parts[i].queued < op.k:
                 if (
-                    op.owed[i] > WINDOW - CHUNK
+                    op.parts[i].owed > WINDOW - CHUNK
                     or link.promised - link.booked >= MAX_OWED
                     or link.unsent + link.out.n > 2 * CHUNK_BYTES
                 ):
                     more = more or not link.suspect
                     break
-                first = op.queued[i]
+                first = op.parts[i].queued
                 if encoded != first:
                     count = self._encode(op, first)
                     encoded = first
@@ -277,20 +277,20 @@ cdef class Fleet:
         cdef int i, count
         for i in range(self.n):
             link = <Link> self.at[i]
-            if not op.asked >> i & 1 or op.closed >> i & 1 or op.queued[i] == op.k:
+            if not op.asked >> i & 1 or op.closed >> i & 1 or op.parts[i].queued == op.k:
                 continue
             if op.kind == RELEASE:
-                link.owe(op, op.queued[i], op.k - op.queued[i])
-                op.queued[i] = op.k
+                link.owe(op, op.parts[i].queued, op.k - op.parts[i].queued)
+                op.parts[i].queued = op.k
                 if link.state == READY:
                     link.pay(self.now_ns)
             elif (
-                op.kind == ACQUIRE and op.ended and not op.late and op.queued[i] > 0
-                and op.k - op.queued[i] <= WINDOW and link.takes(op, self.now_ns)
+                op.kind == ACQUIRE and op.ended and not op.late and op.parts[i].queued > 0
+                and op.k - op.parts[i].queued <= WINDOW and link.takes(op, self.now_ns)
             ):
-                while op.queued[i] < op.k:
-                    count = self._encode(op, op.queued[i])
-                    link.queue(op, op.queued[i], count, &self.scratch, self.now_ns)
+                while op.parts[i].queued < op.k:
+                    count = self._encode(op, op.parts[i].queued)
+                    link.queue(op, op.parts[i].queued, count, &self.scratch, self.now_ns)
         return 0
 
     cpdef int expire(self, Op op, int64_t now) except -1:
@@ -302,7 +302,7 @@ cdef class Fleet:
             if not op.asked >> i & 1 or op.closed >> i & 1:
                 continue
             link = <Link> self.at[i]
-            if op.owed[i] or op.queued[i] < op.k and not op.hoping >> i & 1:
+            if op.parts[i].owed or op.parts[i].queued < op.k and not op.hoping >> i & 1:
                 op.explain(i, "timeout", "no answer in time")
             elif op.hoping >> i & 1:
                 if link.state == DIALING or link.state == GREETING or link.between:
@@ -580,21 +580,24 @@ cdef class Fleet:
         """
         if op.start_ns and op.forks != self.forks:
             return      # the parent's, and it may well get its locks
-        cdef list keys = op.keys
-        cdef list tokens = op.tokens
         cdef uint32_t asked = op.asked
+        cdef list keys, tokens
         cdef Link link
         cdef Op debt
         cdef int i
         self._forget(op)
-        if items is not None:
-            keys = [keys[j] for j in items]
-            tokens = [tokens[j] for j in items]
         if op.kind == ACQUIRE:
             asked = op.reached(min(items) if items else 0)
-        if not keys or not asked:
+        if not asked or items is not None and not items:
             return
-        debt = new_op(RELEASE, self.n, keys, tokens, -1, asked)
+        if op.k == 1:
+            debt = single_op(RELEASE, self.n, op.key, op.token, -1, asked)
+        else:
+            keys, tokens = op.keys, op.tokens
+            if items is not None:
+                keys = [keys[j] for j in items]
+                tokens = [tokens[j] for j in items]
+            debt = new_op(RELEASE, self.n, keys, tokens, -1, asked)
         debt.ended = True
         debt.start_ns = self.now_ns
         debt.lapse_ns = self.now_ns + max(op.ttl_ms, op.lasts_ms) * 1_000_000 + LAPSE_MARGIN_NS

@@ -223,9 +223,9 @@ cdef class Link:
             self.quiet_ns = now
         self.promised += count
         # (A debt is paid in pieces, of an op that counts as queued as a whole.)
-        op.queued[self.index] = max(op.queued[self.index], item + count)
-        op.owed[self.index] += count
-        op.end[self.index] = self.promised
+        op.parts[self.index].queued = max(op.parts[self.index].queued, item + count)
+        op.parts[self.index].owed += count
+        op.parts[self.index].end = self.promised
         return 0
 
     cdef int _append(self, Op op, int item, int count, Buf* commands) except -1:
@@ -668,7 +668,7 @@ cdef class Link:
                 self.broke("PROTO", "an answer of the wrong type", now)
                 return 0
         t.done += 1
-        op.owed[i] -= 1
+        op.parts[i].owed -= 1
         if op.kind == RELEASE:
             self.unpaid -= 1
         if t.done == t.k:
@@ -707,15 +707,15 @@ cdef class Link:
                 buf_free(&b)
             self.push(<PyObject*> op, item, 1, again + 1)
             self.promised += 1
-            op.owed[self.index] += 1
-            op.end[self.index] = self.promised
+            op.parts[self.index].owed += 1
+            op.parts[self.index].end = self.promised
             op.nudged = True
             if op.kind == RELEASE:
                 self.unpaid += 1
             return 1
         self.errors[kind] = self.errors.get(kind, 0) + 1
-        if len(<bytes> op.tokens[item]) >= LEAST_MASKED:
-            text = _masked(text, op.tokens[item])
+        if len(op.token_of(item)) >= LEAST_MASKED:
+            text = _masked(text, op.token_of(item))
         if kind in _CLUSTER:
             kind = "CONFIG"
             text = f"the server is in cluster mode, which is not for independent masters: {text}"
@@ -790,7 +790,7 @@ cdef class Link:
                     left = (self.client_id, self.local, self.run_id)
                 first = t.item + t.done
                 count = t.k - t.done
-                op.owed[i] -= count
+                op.parts[i].owed -= count
                 if op.kind == RELEASE:
                     self.owe(op, first, count)
                 if not op.closed >> i & 1:
@@ -801,13 +801,13 @@ cdef class Link:
         for op in held:
             if op.closed >> i & 1:
                 continue
-            first = op.queued[i]
+            first = op.parts[i].queued
             if first < op.k:
                 # The rest of a batch is not sent any more.
                 op.fail(i, first, op.k - first)
                 if op.kind == RELEASE:
                     self.owe(op, first, op.k - first)
-                    op.queued[i] = op.k
+                    op.parts[i].queued = op.k
             op.close(i)
             op.nudged = True
         if left is not None:

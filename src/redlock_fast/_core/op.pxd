@@ -6,6 +6,7 @@ from redlock_fast._core.wire cimport Buf, Reply
 
 cdef enum:
     MAX_MASTERS = 32
+    FEW = 8         # masters of whom a round knows without another piece of memory
 
 cdef enum Kind:
     ACQUIRE = 1     # SET NX PX
@@ -35,13 +36,22 @@ cdef enum Outcome:
     UNASKED = 6
     TROUBLE = 7     # see Op.troubles
 
+cdef struct Part:       # what one master has to do with a round
+    int64_t end         # the link's count of replies when all of them are answered
+    int64_t heard_ns    # when the last answer came, 0: never
+    int queued          # items whose command was queued
+    int owed            # commands queued and not answered
+    Outcome outcome
+
 cdef class Op:
     cdef readonly int kind          # a Kind
     cdef readonly int n             # masters
     cdef readonly int k             # items: one key and token each
     cdef readonly int64_t ttl_ms    # of SET and PEXPIRE, else -1
-    cdef readonly list keys
-    cdef readonly list tokens
+    cdef bytes key                  # of a single item, which has no lists
+    cdef bytes token
+    cdef list many_keys
+    cdef list many_tokens
     cdef int script                 # a ScriptNumber; NO_SCRIPT for ACQUIRE
     cdef public int64_t asked_ns    # since when it waited for its turn to start; 0: it did not
     cdef public int64_t start_ns    # read before the first byte was queued
@@ -53,11 +63,8 @@ cdef class Op:
     cdef public uint32_t hoping     # not ready yet; gets its commands should it become so
     cdef public uint32_t closed     # given up on: later votes from there do not count
     # per master
-    cdef int queued[MAX_MASTERS]    # items whose command was queued
-    cdef int owed[MAX_MASTERS]      # commands queued and not answered
-    cdef int64_t end[MAX_MASTERS]   # the link's count of replies when all of them are answered
-    cdef int64_t heard_ns[MAX_MASTERS]   # when the last answer came, 0: never
-    cdef Outcome outcome[MAX_MASTERS]
+    cdef Part* parts
+    cdef Part few_parts[FEW]
     cdef dict troubles              # index -> (outcome word, cause) where outcome is TROUBLE
     # per item
     cdef uint8_t* yes               # four arrays of k in one block: yes, no, failed, word
@@ -76,8 +83,10 @@ cdef class Op:
     cdef object waiter
     cdef list inbox
 
-    cdef int _begin(self, int kind, int n, list keys, list tokens, int64_t ttl_ms,
-                    uint32_t asked) except -1
+    cdef int _begin(self, int kind, int n, int64_t ttl_ms, uint32_t asked) except -1
+    cdef int _hold_many(self, list keys, list tokens) except -1
+    cpdef bytes key_of(self, int item)
+    cpdef bytes token_of(self, int item)
     cdef int put(self, Buf* b, int item, bint full) except -1
     cdef Vote judge(self, Reply reply, int64_t value)
     cdef void say(self, int master, Reply reply, int64_t value) noexcept
@@ -91,3 +100,4 @@ cdef class Op:
     cpdef uint32_t refused(self, int item=*) except? 0xFFFFFFFF
 
 cpdef Op new_op(int kind, int n, list keys, list tokens, int64_t ttl_ms, uint32_t asked)
+cpdef Op single_op(int kind, int n, bytes key, bytes token, int64_t ttl_ms, uint32_t asked)

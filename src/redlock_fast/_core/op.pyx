@@ -22,7 +22,7 @@ cdef tuple _SCRIPTS = (None, scripts.RELEASE, scripts.EXTEND, scripts.LOOK)
 _WORDS = (None, "granted", "taken", "ours", "foreign", "missing", "unasked")
 
 
-@cython.freelist(256)
+@cython.freelist(1024)  # so many acquiring rounds of tasks may be under way
 @cython.final
 cdef class Op:
     """One round over `n` masters.
@@ -41,34 +41,43 @@ cdef class Op:
                  uint32_t asked=0xFFFFFFFF):
         if self.kind:
             raise TypeError("a round is begun once")
-        self._begin(kind, n, keys, tokens, ttl_ms, asked)
+        self._hold_many(keys, tokens)
+        self._begin(kind, n, ttl_ms, asked)
 
-    cdef int _begin(self, int kind, int n, list keys, list tokens, int64_t ttl_ms,
-                    uint32_t asked) except -1:
+    cdef int _hold_many(self, list keys, list tokens) except -1:
+        """The items, unless there is but one, as for most rounds."""
+        if len(keys) != len(tokens):
+            raise ValueError("a token for each key")
+        self.k = len(keys)
+        if self.k == 1:
+            self.key = keys[0]
+            self.token = tokens[0]
+        else:
+            self.many_keys = keys
+            self.many_tokens = tokens
+        return 0
+
+    cdef int _begin(self, int kind, int n, int64_t ttl_ms, uint32_t asked) except -1:
+        """The rest; `k` is set."""
         cdef int i, j
-        cdef uint8_t* block
         self.kind = kind
         self.n = n
-        self.keys = keys
-        self.tokens = tokens
-        self.k = len(keys)
         self.ttl_ms = ttl_ms
         self.asked = asked & <uint32_t> ((<uint64_t> 1 << n) - 1)
         self.undecided = self.k
-        block = self.small
+        self.parts = self.few_parts
+        self.yes = self.small
         self.nils = &self.small_nil
+        if n > FEW:
+            self.parts = <Part*> calloc(n, sizeof(Part))
         if self.k > 1:
-            block = <uint8_t*> calloc(self.k, 4)
+            self.yes = <uint8_t*> calloc(self.k, 4)
             self.nils = <uint32_t*> calloc(self.k, sizeof(uint32_t))
-            if block == NULL or self.nils == NULL:
-                free(block)
-                free(self.nils)
-                self.k = 0
-                raise MemoryError("no memory for a round")
-        self.yes = block
-        self.no = block + self.k
-        self.failed = block + 2 * self.k
-        self.word = block + 3 * self.k
+        if self.parts == NULL or self.yes == NULL or self.nils == NULL:
+            raise MemoryError("no memory for a round")
+        self.no = self.yes + self.k
+        self.failed = self.yes + 2 * self.k
+        self.word = self.yes + 3 * self.k
         if kind == RELEASE:
             self.script = RELEASE_SCRIPT
         elif kind == EXTEND:
@@ -77,24 +86,45 @@ cdef class Op:
             self.script = LOOK_SCRIPT
         for i in range(n):
             if not self.asked >> i & 1:
-                self.outcome[i] = UNASKED
+                self.parts[i].outcome = UNASKED
                 for j in range(self.k):
                     self.vote(i, j, NO, 0)
         return 0
 
     def __dealloc__(self):
-        if self.k > 1:
+        if self.parts != self.few_parts:
+            free(self.parts)
+        if self.yes != self.small:
             free(self.yes)
+        if self.nils != &self.small_nil:
             free(self.nils)
+
+    @property
+    def keys(self):
+        """Resource of each item."""
+        return [self.key] if self.many_keys is None else self.many_keys
+
+    @property
+    def tokens(self):
+        """Token of each item."""
+        return [self.token] if self.many_tokens is None else self.many_tokens
+
+    cpdef bytes key_of(self, int item):
+        """Resource of one item."""
+        return self.key if self.many_keys is None else <bytes> self.many_keys[item]
+
+    cpdef bytes token_of(self, int item):
+        """Token of one item."""
+        return self.token if self.many_tokens is None else <bytes> self.many_tokens[item]
 
     cdef int put(self, Buf* b, int item, bint full) except -1:
         """Append the command of one item; `full`: with the script's text instead of its hash."""
         if self.kind == ACQUIRE:
-            return put_set(b, <bytes> self.keys[item], <bytes> self.tokens[item], self.ttl_ms)
+            return put_set(b, self.key_of(item), self.token_of(item), self.ttl_ms)
         script = <tuple> _SCRIPTS[self.script]
         return put_script(
             b, <bytes> script[0], <bytes> script[1], full,
-            <bytes> self.keys[item], <bytes> self.tokens[item], self.ttl_ms,
+            self.key_of(item), self.token_of(item), self.ttl_ms,
         )
 
     cdef Vote judge(self, Reply reply, int64_t value):
@@ -114,14 +144,14 @@ cdef class Op:
 
     cdef void say(self, int master, Reply reply, int64_t value) noexcept:
         """Note the outcome word of a usable reply; of many items, the trouble of one is told."""
-        if self.k > 1 and self.outcome[master] == TROUBLE:
+        if self.k > 1 and self.parts[master].outcome == TROUBLE:
             return
         if self.kind == ACQUIRE:
-            self.outcome[master] = GRANTED if reply == OK else TAKEN
+            self.parts[master].outcome = GRANTED if reply == OK else TAKEN
         elif value == 1:
-            self.outcome[master] = OURS
+            self.parts[master].outcome = OURS
         else:
-            self.outcome[master] = FOREIGN if value == 0 else MISSING
+            self.parts[master].outcome = FOREIGN if value == 0 else MISSING
 
     cdef void vote(self, int master, int item, Vote vote, int64_t now) noexcept:
         """Count one master's vote on one item."""
@@ -134,7 +164,7 @@ cdef class Op:
         else:
             self.failed[item] += 1
         if now:
-            self.heard_ns[master] = now
+            self.parts[master].heard_ns = now
         if self.word[item] != 0:
             return
         still_open = self.n - self.yes[item] - self.no[item] - self.failed[item]
@@ -158,7 +188,7 @@ cdef class Op:
 
     cdef int explain(self, int master, str outcome, str cause) except -1:
         """Note why a master gave no usable answer."""
-        self.outcome[master] = TROUBLE
+        self.parts[master].outcome = TROUBLE
         if self.troubles is None:
             self.troubles = {}
         self.troubles[master] = (outcome, cause)
@@ -200,7 +230,7 @@ cdef class Op:
         cdef uint32_t bits = 0
         cdef int i
         for i in range(self.n):
-            if self.queued[i] > item:
+            if self.parts[i].queued > item:
                 bits |= <uint32_t> 1 << i
         return bits
 
@@ -222,12 +252,12 @@ cdef class Op:
         cdef int i
         for i in range(self.n):
             ms = None
-            if self.heard_ns[i]:
-                ms = (self.heard_ns[i] - self.start_ns) / 1e6
-            if self.outcome[i] == TROUBLE:
+            if self.parts[i].heard_ns:
+                ms = (self.parts[i].heard_ns - self.start_ns) / 1e6
+            if self.parts[i].outcome == TROUBLE:
                 word, cause = self.troubles[i]
             else:
-                word, cause = _WORDS[self.outcome[i]], ""
+                word, cause = _WORDS[self.parts[i].outcome], ""
             rows.append((word, cause, ms))
         return rows
 
@@ -238,5 +268,16 @@ cdef class Op:
 cpdef Op new_op(int kind, int n, list keys, list tokens, int64_t ttl_ms, uint32_t asked):
     """An `Op`, for compiled callers: its arguments stay C values."""
     cdef Op op = Op.__new__(Op)
-    op._begin(kind, n, keys, tokens, ttl_ms, asked)
+    op._hold_many(keys, tokens)
+    op._begin(kind, n, ttl_ms, asked)
+    return op
+
+
+cpdef Op single_op(int kind, int n, bytes key, bytes token, int64_t ttl_ms, uint32_t asked):
+    """An `Op` of one item."""
+    cdef Op op = Op.__new__(Op)
+    op.k = 1
+    op.key = key
+    op.token = token
+    op._begin(kind, n, ttl_ms, asked)
     return op

@@ -632,16 +632,16 @@ cdef class Pump:
         for i in range(self.n):
             mark = -1
             if not (op.closed | op.hoping) >> i & 1 and op.asked >> i & 1:
-                if op.queued[i] >= op.k:
-                    if op.owed[i]:
-                        mark = op.end[i]
+                if op.parts[i].queued >= op.k:
+                    if op.parts[i].owed:
+                        mark = op.parts[i].end
                 else:
                     # A batch that has more to send, as answers come in.
                     link = <Link> self.fleet.at[i]
                     part = True
                     mark = link.booked + 1
-                    if op.owed[i]:
-                        mark = min(op.end[i], link.booked + CHUNK)
+                    if op.parts[i].owed:
+                        mark = min(op.parts[i].end, link.booked + CHUNK)
             w.mark[i] = mark
             if mark >= 0:
                 marks += 1
