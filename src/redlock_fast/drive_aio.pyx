@@ -112,6 +112,7 @@ cdef class Chan:
 
 
 @cython.freelist(1024)
+@cython.no_gc_clear     # or the end could not tell the op
 @cython.final
 cdef class Round:
     """One round, for the one coroutine that awaits it; begins when it is awaited.
@@ -120,6 +121,10 @@ cdef class Round:
     it has all that `asyncio.isfuture` promises. A future of asyncio's own would have each task
     woken by a callback, and a turn of the loop, of its own.
     """
+
+    def __dealloc__(self):
+        if self.op is not None and self.op.waiter == <void*> self:
+            self.op.waiter = NULL
 
     def __await__(self):
         return self
@@ -272,6 +277,11 @@ cdef class Round:
     def exception(self):
         """None, once the round is over: what it has to raise is raised where it is awaited."""
         return self.result()
+
+
+cdef Round waiter_of(Op op):
+    """Who waits for this round, if anybody does."""
+    return None if op.waiter == NULL else <Round> op.waiter
 
 
 @cython.final
@@ -440,7 +450,7 @@ cdef class Driver:
         cdef int i
         left += [what for _, _, what in self.heap if type(what) is Op]
         for op in left:
-            op.waiter = None
+            op.waiter = NULL
             op.inbox = None
         self._forget()
         for i in range(2 * self.n):
@@ -523,13 +533,14 @@ cdef class Driver:
         if not self.scheduled and (now - self.active_ns >= IDLE_NS or self.fleet.overdue(now)):
             now = self._freshen(now)
         op.inbox = self.inbox
-        op.waiter = what
+        op.waiter = <void*> what
         what.stage = ASKED
         what.counted = True
         self.inside += 1
         self.fleet.start(op, now)
         self._schedule(now)
         if op.ended:
+            op.inbox = None
             self.inbox.append(op)
         elif op.k == 1:
             self.rounds.append(op)
@@ -554,12 +565,12 @@ cdef class Driver:
         """A round has ended, or the client was closed, and its task goes on. Returns the time."""
         cdef Op first
         self.inside -= 1
-        op.waiter = None
+        op.waiter = NULL
         if op.hoping or op.k > 1:
             self.fleet.finish(op)
         while self.passed < len(self.rounds):
             first = <Op> self.rounds[self.passed]
-            if not first.ended and first.waiter is not None:
+            if not first.ended and first.waiter != NULL:
                 break
             self._pass_one()
         if self.tries or self.others:
@@ -572,7 +583,7 @@ cdef class Driver:
         if counted:
             self.inside -= 1
             self._admit()
-        op.waiter = None
+        op.waiter = NULL
         op.inbox = None
         if op.start_ns == 0:
             if op.kind == RELEASE:
@@ -673,7 +684,7 @@ cdef class Driver:
         cdef Op op
         cdef int i
         for op in self.parts:
-            if op.ended or op.waiter is None:
+            if op.ended or op.waiter == NULL:
                 continue
             self.fleet.refill(op, now)
             for i in range(self.n):
@@ -884,8 +895,8 @@ cdef class Driver:
             while i < len(ended):
                 op = <Op> ended[i]
                 i += 1
-                what = <Round> op.waiter
-                op.waiter = None
+                what = waiter_of(op)
+                op.waiter = NULL
                 if what is not None and what.stage == ASKED:
                     what._end()
         finally:
@@ -1106,7 +1117,7 @@ cdef class Driver:
             fresh = True
         while self.passed < len(self.rounds):
             op = <Op> self.rounds[self.passed]
-            if not op.ended and op.waiter is not None:
+            if not op.ended and op.waiter != NULL:
                 if max(op.limit_ns, self.grace_ns) > now:
                     break
                 if not fresh:
@@ -1126,7 +1137,7 @@ cdef class Driver:
             if not fresh:
                 now = self._freshen(now)
                 fresh = True
-            if op.ended or op.waiter is None:
+            if op.ended or op.waiter == NULL:
                 continue
             if max(op.limit_ns, self.grace_ns) > now:
                 # A batch's time runs from its last reply.
@@ -1152,6 +1163,7 @@ cdef class Driver:
     cdef int _expire(self, Op op, int64_t now) except -1:
         """A round's time is up."""
         self.fleet.expire(op, now)
+        op.inbox = None
         self.inbox.append(op)
         return 0
 
@@ -1240,11 +1252,11 @@ cdef class Driver:
         self.tries.clear()
         self.others.clear()
         for op in self.rounds[self.passed:] + self.inbox:
-            rounds.append(op.waiter)
-            op.waiter = None
+            rounds.append(waiter_of(op))
+            op.waiter = NULL
         for _, _, sleeper in self.heap:
             if type(sleeper) is Op:
-                rounds.append((<Op> sleeper).waiter)
+                rounds.append(waiter_of(<Op> sleeper))
             elif not sleeper.done():
                 sleeper.set_result(None)
         for what in rounds:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
+import warnings
+import weakref
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar, copy_context
 from typing import Any
@@ -281,3 +284,39 @@ def test_a_fork_in_the_middle_of_a_call(masters: LocalMasters) -> None:
 
     asyncio.run(main())
     eventually(lambda: are_clean(masters))
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_loop_dropped_with_calls_under_way_leaves_nothing(
+    masters: LocalMasters, kind: str
+) -> None:
+    """Tasks and rounds refer to each other: the garbage collector must see through that."""
+
+    def drop(calls: int) -> None:
+        loop = new_loop(kind)
+        loop.set_exception_handler(lambda *_: None)  # "Task was destroyed but it is pending!"
+        client = aio.Redlock([master.url for master in masters], master_timeout=600_000)
+        loop.run_until_complete(client.connect())
+        for master in masters:
+            master.pause()
+        try:
+            tasks = [loop.create_task(client.acquire(f"res {i}", HOUR)) for i in range(calls)]
+            loop.run_until_complete(asyncio.sleep(0.01))
+            left.extend(map(weakref.ref, [client, *tasks]))
+            loop.close()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)
+                del client, tasks, loop
+                gc.collect()
+        finally:
+            for master in masters:
+                master.resume()
+
+    left: list[Any] = []
+    drop(100)
+    before = sys.getallocatedblocks()
+    for _ in range(5):
+        left.clear()
+        drop(100)
+        assert [it() for it in left if it() is not None] == []
+    assert sys.getallocatedblocks() - before < 300  # one for each call would be 500

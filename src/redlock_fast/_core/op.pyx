@@ -22,6 +22,8 @@ cdef tuple _SCRIPTS = (None, scripts.RELEASE, scripts.EXTEND, scripts.LOOK)
 _WORDS = (None, "granted", "taken", "ours", "foreign", "missing", "unasked")
 
 
+# (Nothing that it refers to refers to it, so the garbage collector need not look at each.)
+@cython.no_gc
 @cython.freelist(1024)  # so many acquiring rounds of tasks may be under way
 @cython.final
 cdef class Op:
@@ -179,6 +181,7 @@ cdef class Op:
                 self.ended = True
                 if self.inbox is not None:
                     self.inbox.append(self)
+                    self.inbox = None
 
     cdef void fail(self, int master, int first, int count) noexcept:
         """No usable answer from this master on `count` items from `first`."""
