@@ -34,7 +34,8 @@ cdef enum:
 # The threads inside OpenSSL. A C array, as this is done for each record.
 cdef unsigned long[MOST_INSIDE] _inside
 cdef int _inside_count = 0
-cdef unsigned long _forker = 0  # the thread that is about to fork; 0: none
+cdef int _forkers = 0           # threads that are about to fork
+cdef unsigned long _forker = 0  # the last one of them
 
 
 cdef unsigned long _enter() noexcept:
@@ -43,7 +44,7 @@ cdef unsigned long _enter() noexcept:
     cdef timespec pause = timespec(0, NAP_NS)
     cdef unsigned long me = PyThread_get_thread_ident()
     cdef int naps = 0
-    while _forker and _forker != me and naps < MOST_NAPS:
+    while _forkers and _forker != me and naps < MOST_NAPS:
         naps += 1
         with nogil:
             nanosleep(&pause, NULL)
@@ -73,25 +74,27 @@ cdef bint _others_inside(unsigned long me) noexcept:
 
 
 def _before_fork():
-    global _forker
+    global _forker, _forkers
     cdef timespec pause = timespec(0, NAP_NS)
+    cdef unsigned long me = PyThread_get_thread_ident()
     cdef int naps = 0
-    _forker = PyThread_get_thread_ident()
+    _forker = me
+    _forkers += 1
     # (Where this is a signal handler, this thread itself may be inside.)
-    while _others_inside(_forker) and naps < MOST_NAPS:
+    while _others_inside(me) and naps < MOST_NAPS:
         naps += 1
         with nogil:
             nanosleep(&pause, NULL)
 
 
 def _after_fork_in_parent():
-    global _forker
-    _forker = 0
+    global _forkers
+    _forkers -= 1
 
 
 def _after_fork_in_child():
-    global _forker, _inside_count
-    _forker = 0
+    global _forkers, _inside_count
+    _forkers = 0
     _inside_count = 0
 
 
