@@ -4,7 +4,7 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check
-SWITCHES := $(REDLOCK_DEBUG),$(REDLOCK_TRACE),$(REDLOCK_SANITIZE)
+SWITCHES := $(REDLOCK_DEBUG),$(REDLOCK_TRACE),$(REDLOCK_SANITIZE),$(REDLOCK_PROFILE)
 CYTHON_SOURCES := $(shell find src -name '*.pyx' -o -name '*.pxd') \
     $(addprefix src/redlock_fast/,$(addsuffix .py,rules arguments resolve plan holds client asyncio))
 
@@ -87,7 +87,8 @@ FRESH_COPY = rm -rf $(COPY) && mkdir -p $(COPY) && \
 IN_COPY = export PYTHONPATH=$(COPY)/src PATH="$(CURDIR)/$(VENV)/bin:$$PATH" && cd $(COPY)
 
 $(OPTIMISED)/trained: COPY = $(OPTIMISED)
-$(OPTIMISED)/trained: setup.py bench/train.py $(CYTHON_SOURCES) | setup
+$(OPTIMISED)/trained: $(VENV)/build-tools setup.py bench/train.py $(CYTHON_SOURCES) \
+    $(shell find src -name '*.py') | setup
 	$(FRESH_COPY)
 	$(IN_COPY) && \
 	REDLOCK_PROFILE=generate python setup.py -q build_ext --inplace && python bench/train.py && \

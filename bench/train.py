@@ -1,10 +1,11 @@
-"""The work that a profile-guided build is trained with: every verb, alone and in crowds.
+"""The work that a profile-guided build is trained with: locks taken, extended, released, contended.
 
-    REDLOCK_PGO=generate python setup.py build_ext --inplace
+    REDLOCK_PROFILE=generate python setup.py build_ext --inplace
     python bench/train.py
-    REDLOCK_PGO=use python setup.py build_ext --inplace
+    REDLOCK_PROFILE=use python setup.py build_ext --inplace --force
 
-Five masters of its own; some seconds. `make optimised` runs the three.
+Five masters of its own; some seconds. `make optimised` runs the three. What is not done here, TLS
+for one, is built for size.
 """
 
 from __future__ import annotations

@@ -166,7 +166,11 @@ class Redlock(BaseClient):
         return self._driver.attempt(self._first_try(resource, ttl))
 
     def _granted(self, attempt: Round) -> Any:
-        return granted(self._fleet, self._settings, attempt.op, attempt.now_ns)
+        try:
+            return granted(self._fleet, self._settings, attempt.op, attempt.now_ns)
+        except BaseException:
+            self._driver.settle()
+            raise
 
     def _plan_again(self, attempt: Round, limit: int | None) -> plan.Plan[tuple[Any, Any]]:
         return plan.again(self._fleet, self._settings, attempt.op, attempt.now_ns, limit)

@@ -138,7 +138,10 @@ class Redlock(BaseClient):
         limit = None if wait is None else wait_ns(wait, plan.FOREVER)
         op = self._first_try(resource, ttl)
         now = self._driver.attempt(op)
-        lock = granted(self._fleet, self._settings, op, now)
+        try:
+            lock = granted(self._fleet, self._settings, op, now)
+        finally:
+            self._driver.leave(op)
         if lock is None:
             following = plan.again(self._fleet, self._settings, op, now, limit)
             lock, op = self._driver.drive(following)
@@ -189,6 +192,7 @@ class Redlock(BaseClient):
         op = deletion(self._fleet, lock)
         self._driver.attempt(op)
         result: bool | None = deleted(self._fleet, lock, op)
+        self._driver.leave(op)
         if result is None:
             return self._confirmed(result, op, "cannot confirm the release")
         return result

@@ -107,7 +107,7 @@ cdef class Driver:
     cdef int _admit(self) except -1
     cdef int _admit_one(self, Round what) except -1
     cdef object _sleeper(self, int64_t until)
-    cdef int _settle(self) except -1
+    cpdef int settle(self) except -1
     cdef int _schedule(self, int64_t now) except -1
     cdef int _send(self, Chan c, Link link, int64_t now) except -1
     cdef int _read(self, Chan c) except -1
@@ -123,6 +123,7 @@ cdef class Driver:
     cdef int _shut(self, int slot, bint abort) except -1
     cdef int _bury_down(self) except -1
     cdef int _keep_time(self) except -1
-    cdef int _expire(self, Op op, int64_t now) except -1
+    cdef int _expire(self, Round what, int64_t now) except -1
+    cdef int _ended(self, Round what) except -1
     cdef int _arm(self, int64_t at, int64_t now) except -1
     cdef int _rearm(self, int64_t now) except -1

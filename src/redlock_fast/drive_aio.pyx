@@ -125,6 +125,7 @@ cdef class Round:
     def __dealloc__(self):
         if self.op is not None and self.op.waiter == <void*> self:
             self.op.waiter = NULL
+            self.op.inbox = None
 
     def __await__(self):
         return self
@@ -171,12 +172,13 @@ cdef class Round:
         self.counted = False
         if self.stage < ENDED:
             self.stage = CANCELLED
+        self.callback = self.context = self.others = None
         if begun:
             self.driver._abandon(self.op, counted)
             if self.alone:
                 if self.op.kind == ACQUIRE:
                     self.driver.fleet.clean_up(self.op)
-                self.driver._settle()
+                self.driver.settle()
         return 0
 
     cdef int _end(self) except -1:
@@ -279,11 +281,6 @@ cdef class Round:
         return self.result()
 
 
-cdef Round waiter_of(Op op):
-    """Who waits for this round, if anybody does."""
-    return None if op.waiter == NULL else <Round> op.waiter
-
-
 @cython.final
 cdef class Driver:
     """Runs the plans of one client.
@@ -340,7 +337,7 @@ cdef class Driver:
                 elif step is None:
                     answer = clock_ns()
                 else:
-                    self._settle()
+                    self.settle()
                     future = self._sleeper(clock_ns() + <int64_t> step)
                     try:
                         await future
@@ -353,7 +350,7 @@ cdef class Driver:
         finally:
             if not ended:
                 plan.close()        # lets the plan clean up what it has sent
-            self._settle()
+            self.settle()
 
     cpdef Round attempt(self, Op op):
         """A round without a plan, to be awaited; `now_ns` is when it ended.
@@ -386,7 +383,7 @@ cdef class Driver:
             if not self.closed:
                 self.fleet.clean_up(step)
             plan.close()
-        self._settle()
+        self.settle()
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -445,13 +442,13 @@ cdef class Driver:
         cdef list left = self.rounds[self.passed:]
         cdef int heard = len(self.fleet.news)
         cdef Link link
-        cdef Op op
+        cdef Round what
         cdef bint told
         cdef int i
-        left += [what for _, _, what in self.heap if type(what) is Op]
-        for op in left:
-            op.waiter = NULL
-            op.inbox = None
+        left += [sleeper for _, _, sleeper in self.heap if type(sleeper) is Round]
+        for what in left:
+            what.op.waiter = NULL
+            what.op.inbox = None
         self._forget()
         for i in range(2 * self.n):
             self._shut(i, True)
@@ -465,9 +462,9 @@ cdef class Driver:
                 link.retry_ns = now
                 link.told = told
         del self.fleet.news[heard:]     # no trouble of a master's
-        for op in left:
-            if op.kind == ACQUIRE:
-                self.fleet.clean_up(op)     # its task may be thrown away much later
+        for what in left:
+            if what.op.kind == ACQUIRE:
+                self.fleet.clean_up(what.op)    # its task may be thrown away much later
         return 0
 
     def after_fork(self):
@@ -539,14 +536,14 @@ cdef class Driver:
         self.inside += 1
         self.fleet.start(op, now)
         self._schedule(now)
+        # The round, and by it the task that waits, is kept alive from here.
         if op.ended:
-            op.inbox = None
-            self.inbox.append(op)
+            self._ended(what)
         elif op.k == 1:
-            self.rounds.append(op)
+            self.rounds.append(what)
         else:
             self.serial += 1
-            heappush(self.heap, (op.limit_ns, self.serial, op))
+            heappush(self.heap, (op.limit_ns, self.serial, what))
             self.parts.append(op)
         if op.limit_ns < self.timer_ns:
             self._arm(op.limit_ns, now)
@@ -566,10 +563,11 @@ cdef class Driver:
         cdef Op first
         self.inside -= 1
         op.waiter = NULL
+        op.inbox = None
         if op.hoping or op.k > 1:
             self.fleet.finish(op)
         while self.passed < len(self.rounds):
-            first = <Op> self.rounds[self.passed]
+            first = (<Round> self.rounds[self.passed]).op
             if not first.ended and first.waiter != NULL:
                 break
             self._pass_one()
@@ -597,7 +595,7 @@ cdef class Driver:
         cdef object future = self.new_future()
         self.serial += 1
         if self.stale > 64 and self.stale > len(self.heap) // 2:
-            self.heap = [row for row in self.heap if type(row[2]) is Op or not row[2].done()]
+            self.heap = [row for row in self.heap if not row[2].done()]
             heapify(self.heap)
             self.stale = 0
         heappush(self.heap, (until, self.serial, future))
@@ -605,7 +603,7 @@ cdef class Driver:
             self._arm(until, clock_ns())
         return future
 
-    cdef int _settle(self) except -1:
+    cpdef int settle(self) except -1:
         """A plan is over, wherever it ended: see that what it has queued goes out."""
         cdef Link link
         cdef int i
@@ -882,7 +880,6 @@ cdef class Driver:
         have a turn in between.
         """
         cdef list ended
-        cdef Op op
         cdef Round what
         cdef Py_ssize_t i = 0
         if not self.inbox:
@@ -893,11 +890,10 @@ cdef class Driver:
         self.rouser = PyThread_get_thread_ident()
         try:
             while i < len(ended):
-                op = <Op> ended[i]
+                what = <Round> ended[i]
                 i += 1
-                what = waiter_of(op)
-                op.waiter = NULL
-                if what is not None and what.stage == ASKED:
+                what.op.waiter = NULL
+                if what.stage == ASKED:
                     what._end()
         finally:
             # (A task may have ended all this with KeyboardInterrupt or SystemExit.)
@@ -1116,7 +1112,8 @@ cdef class Driver:
             now = self._freshen(now)
             fresh = True
         while self.passed < len(self.rounds):
-            op = <Op> self.rounds[self.passed]
+            what = self.rounds[self.passed]
+            op = (<Round> what).op
             if not op.ended and op.waiter != NULL:
                 if max(op.limit_ns, self.grace_ns) > now:
                     break
@@ -1125,15 +1122,15 @@ cdef class Driver:
                     now = self._freshen(now)
                     fresh = True
                     continue
-                self._expire(op, now)
+                self._expire(what, now)
             self._pass_one()
         while self.heap and self.heap[0][0] <= now:
             what = heappop(self.heap)[2]
-            if type(what) is not Op:
+            if type(what) is not Round:
                 if not what.done():
                     what.set_result(None)
                 continue
-            op = <Op> what
+            op = (<Round> what).op
             if not fresh:
                 now = self._freshen(now)
                 fresh = True
@@ -1142,9 +1139,9 @@ cdef class Driver:
             if max(op.limit_ns, self.grace_ns) > now:
                 # A batch's time runs from its last reply.
                 self.serial += 1
-                heappush(self.heap, (max(op.limit_ns, self.grace_ns), self.serial, op))
+                heappush(self.heap, (max(op.limit_ns, self.grace_ns), self.serial, what))
                 continue
-            self._expire(op, now)
+            self._expire(what, now)
         if self.tick_ns <= now:
             if not self.fleet.owes():
                 self.tick_ns = NEVER
@@ -1160,11 +1157,16 @@ cdef class Driver:
         self._looked(now)
         return 0
 
-    cdef int _expire(self, Op op, int64_t now) except -1:
+    cdef int _expire(self, Round what, int64_t now) except -1:
         """A round's time is up."""
-        self.fleet.expire(op, now)
-        op.inbox = None
-        self.inbox.append(op)
+        self.fleet.expire(what.op, now)
+        return self._ended(what)
+
+    cdef int _ended(self, Round what) except -1:
+        """A round is over, and it was not a vote that told so."""
+        if what.op.inbox is not None:
+            what.op.inbox = None
+            self.inbox.append(what)
         return 0
 
     cdef int _arm(self, int64_t at, int64_t now) except -1:
@@ -1183,7 +1185,7 @@ cdef class Driver:
         cdef int64_t at = min(self.fleet.next_ns(), self.tick_ns)
         cdef Op op
         if self.passed < len(self.rounds):
-            op = <Op> self.rounds[self.passed]
+            op = (<Round> self.rounds[self.passed]).op
             at = min(at, max(op.limit_ns, self.grace_ns))
         if self.heap:
             at = min(at, <int64_t> self.heap[0][0])
@@ -1246,21 +1248,20 @@ cdef class Driver:
 
     def _wake_all(self):
         """Let every waiting task see that the client was closed."""
-        cdef Op op
         cdef Round what
         cdef list rounds = list(self.tries) + list(self.others)
         self.tries.clear()
         self.others.clear()
-        for op in self.rounds[self.passed:] + self.inbox:
-            rounds.append(waiter_of(op))
-            op.waiter = NULL
+        rounds += self.rounds[self.passed:] + self.inbox
         for _, _, sleeper in self.heap:
-            if type(sleeper) is Op:
-                rounds.append(waiter_of(<Op> sleeper))
+            if type(sleeper) is Round:
+                rounds.append(sleeper)
             elif not sleeper.done():
                 sleeper.set_result(None)
         for what in rounds:
-            if what is not None and what.stage < ENDED:
+            if what.stage < ENDED:
+                what.op.waiter = NULL
+                what.op.inbox = None
                 what.stage = ENDED
                 what._call_soon()
 

@@ -15,6 +15,7 @@ cdef class Driver:
 
     cpdef drive(self, object plan)
     cpdef int64_t attempt(self, Op op) except -1
+    cpdef leave(self, Op op)
     cpdef hand_over(self, object locks)
     cpdef seize(self, object guard)
     cdef int _leave(self) except -1

@@ -109,14 +109,13 @@ cdef class Driver:
     cpdef int64_t attempt(self, Op op) except -1:
         """Run a round without a plan; returns when it ended. Raises what `drive` does.
 
-        If it is cut short, what an acquire has sent is cleaned up. Who goes on without another call
-        has the lock handed over.
+        If it is cut short, what an acquire has sent is cleaned up. Else the caller judges it, and
+        then calls `leave`: not before, as a client that was closed meanwhile disconnects there.
         """
         cdef int64_t now
         cdef int forks = self.fleet.forks
         try:
             now = self.pump.run(op)
-            self._leave()
             if self.fleet.forks != forks:
                 raise RuntimeError(_FORKED)
         except BaseException:
@@ -125,6 +124,21 @@ cdef class Driver:
             self._leave()
             raise
         return now
+
+    cpdef leave(self, Op op):
+        """A round that `attempt` has run was judged: send what that left to be sent.
+
+        If that does not go well, nobody gets the lock that it granted. Raises what `drive` does.
+        """
+        try:
+            self._leave()
+            if self.fleet.forks != op.forks:
+                raise RuntimeError(_FORKED)
+        except BaseException:
+            if op.kind == ACQUIRE:
+                self.fleet.clean_up(op)
+            self.pump.settle()
+            raise
 
     cpdef hand_over(self, object locks):
         """These are about to be returned to the caller: a lock, or a list of them.

@@ -477,3 +477,20 @@ def test_the_constructor_does_no_io(make_client: MakeClient) -> None:
         with pytest.raises(NoQuorum):
             client.acquire("res", HOUR)
         assert state_of(client, 0)["errors"]
+
+
+def test_no_memory_for_a_lock_that_was_granted(
+    masters: LocalMasters, make_client: MakeClient
+) -> None:
+    """What could not be returned is deleted at once, not with the next call."""
+
+    class Unmade(Lock):
+        def __new__(cls) -> Unmade:
+            raise MemoryError("no room for a lock")
+
+    client = make_client(masters)
+    client._settings.lock_type = Unmade
+    with pytest.raises(MemoryError, match="no room"):
+        client.acquire("res", HOUR)
+    assert client.stats()["acquired"] == 1
+    eventually(lambda: are_clean(masters))

@@ -320,3 +320,52 @@ def test_a_loop_dropped_with_calls_under_way_leaves_nothing(
         drop(100)
         assert [it() for it in left if it() is not None] == []
     assert sys.getallocatedblocks() - before < 300  # one for each call would be 500
+
+
+@pytest.mark.parametrize("verb", ["acquire", "acquire_many"])
+def test_a_task_that_nobody_keeps_is_kept_while_it_waits(
+    run: Run, masters: LocalMasters, verb: str
+) -> None:
+    """asyncio itself holds tasks weakly; whoever has them wait has to keep them alive."""
+
+    async def main() -> None:
+        got: list[Any] = []
+        async with ready(masters, master_timeout=10_000) as client:
+
+            async def work() -> None:
+                what: Any = "res" if verb == "acquire" else ["res", "other"]
+                got.append(await getattr(client, verb)(what, HOUR))
+
+            for master in masters:
+                master.pause()
+            try:
+                left = weakref.ref(asyncio.get_running_loop().create_task(work()))
+                for _ in range(3):
+                    await asyncio.sleep(0.02)
+                    gc.collect()
+                assert left() is not None
+            finally:
+                for master in masters:
+                    master.resume()
+            await soon(lambda: got)
+            assert got[0]
+
+    run(main())
+
+
+def test_no_memory_for_a_lock_that_was_granted(run: Run, masters: LocalMasters) -> None:
+    """What could not be returned is deleted at once, not with the next call."""
+
+    class Unmade(aio.Lock):
+        def __new__(cls) -> Unmade:
+            raise MemoryError("no room for a lock")
+
+    async def main() -> None:
+        async with ready(masters) as client:
+            client._settings.lock_type = Unmade
+            with pytest.raises(MemoryError, match="no room"):
+                await client.acquire("res", HOUR)
+            assert client.stats()["acquired"] == 1
+            await soon(lambda: are_clean(masters))
+
+    run(main())

@@ -304,6 +304,33 @@ def test_the_last_moment_in_which_a_grant_is_cleaned_up(
     eventually(lambda: are_clean(masters))
 
 
+def test_a_handler_closes_the_client_while_a_try_fails(
+    masters: LocalMasters, make_client: MakeClient, alarm: Alarm
+) -> None:
+    """Answers come during the close, one for us and two against; ours is deleted before the end."""
+    client = make_client(masters, retries=3, master_timeout=2000)
+    occupy([masters[0], masters[1]], "res")
+
+    def close() -> None:
+        for master in (masters[2], masters[0], masters[1]):
+            master.resume()
+            time.sleep(0.02)
+        client.close()
+
+    alarm.action = close
+    alarm.armed = True
+    for master in masters:
+        master.pause()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(ClosedError):
+            client.acquire("res", HOUR)
+    finally:
+        for master in masters:
+            master.resume()
+    assert keys_of(masters) == [[b"res"], [b"res"], []]
+
+
 def _reconnected(client: Redlock) -> bool:
     client.connect()
     return all(state_of(client, i)["state"] == "ready" for i in range(3))

@@ -326,7 +326,7 @@ class World:
     # -- the plans, ready to run
 
     def acquire(self, key: bytes = b"k", ttl_ms: int = 1000, wait_ns: int | None = 0) -> Any:
-        """Run `plan.acquire`; the lock or None."""
+        """Acquire one lock; the lock or None."""
         return self.run(acquire(self.fleet, self.settings, key, ttl_ms, wait_ns))[0]
 
     def acquire_many(self, keys: list[bytes], ttl_ms: int = 1000, wait_ns: int | None = 0) -> Any:

@@ -588,7 +588,7 @@ cdef class Fleet:
         self._forget(op)
         if op.kind == ACQUIRE:
             asked = op.reached(min(items) if items else 0)
-        if not asked or items is not None and not items:
+        if not op.k or not asked or items is not None and not items:
             return
         if op.k == 1:
             debt = single_op(RELEASE, self.n, op.key, op.token, -1, asked)

@@ -79,8 +79,8 @@ cdef class Op:
     cdef bint nudged                # something changed that its waiter should know
     cdef public int64_t lasts_ms    # a release: its keys expire by themselves after this; 0: ?
     cdef int64_t lapse_ns           # a debt that is older than this is void: the key has expired
-    # An event loop's: who waits (borrowed: who waits takes it back), and where to append the op
-    # when it ends, until it has.
+    # An event loop's: who waits (borrowed: the driver keeps it, and it takes itself back when it
+    # goes), and where to append that one when the round ends, until it has.
     cdef void* waiter
     cdef list inbox
 

@@ -179,8 +179,8 @@ cdef class Op:
             self.undecided -= 1
             if self.undecided == 0:
                 self.ended = True
-                if self.inbox is not None:
-                    self.inbox.append(self)
+                if self.inbox is not None and self.waiter != NULL:
+                    self.inbox.append(<object> self.waiter)
                     self.inbox = None
 
     cdef void fail(self, int master, int first, int count) noexcept:

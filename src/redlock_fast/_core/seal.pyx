@@ -35,7 +35,7 @@ cdef enum:
 cdef unsigned long[MOST_INSIDE] _inside
 cdef int _inside_count = 0
 cdef int _forkers = 0           # threads that are about to fork
-cdef unsigned long _forker = 0  # the last one of them
+cdef unsigned long _forker = 0  # the last one of them, unless it has forked already
 
 
 cdef unsigned long _enter() noexcept:
@@ -88,8 +88,11 @@ def _before_fork():
 
 
 def _after_fork_in_parent():
-    global _forkers
-    _forkers -= 1
+    global _forker, _forkers
+    # (Imported in the middle of a fork, this is told of its end and not of its beginning.)
+    _forkers = max(_forkers - 1, 0)
+    if _forker == PyThread_get_thread_ident():
+        _forker = 0
 
 
 def _after_fork_in_child():
