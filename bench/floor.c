@@ -1,7 +1,8 @@
 /* The floor: what a bare C client, with no Python, no parsing and no rules, reaches against the same masters in the
  * same run. It is the yardstick of bench/compare.py, not a lock client: it never looks at what a reply says.
  *
- *   cc -O2 -o floor floor.c
+ *   cc -O2 -o floor floor.c                              or, with what OpenSSL's headers and libraries need:
+ *   cc -O2 -DOVER_TLS -o floor floor.c -lssl -lcrypto    over TLS, without a look at certificates
  *   floor all|quorum SECONDS BATCH PORT|/SOCKET/PATH...
  *   floor all|quorum - BATCH PORT|/SOCKET/PATH...
  *
@@ -27,6 +28,10 @@
 #include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef OVER_TLS
+#include <fcntl.h>
+#include <openssl/ssl.h>
+#endif
 
 #define MAX_MASTERS 16
 #define MAX_SAMPLES 4000000
@@ -87,12 +92,66 @@ static int dial(const char *where) {
     return f;
 }
 
+/* How bytes go out and come in: as send and recv do. `wait` for the set-up only. */
+#ifdef OVER_TLS
+static SSL *tls[MAX_MASTERS];
+
+static void shake(int i) {
+    static SSL_CTX *context;
+    if (!context) context = SSL_CTX_new(TLS_client_method());
+    SSL_CTX_set_read_ahead(context, 1);
+    tls[i] = SSL_new(context);
+    if (!SSL_set_fd(tls[i], fd[i]) || SSL_connect(tls[i]) != 1) fail("no TLS handshake");
+}
+
+static ssize_t not_now(int i, int done) {
+    int why = SSL_get_error(tls[i], done);
+    if (why != SSL_ERROR_WANT_READ && why != SSL_ERROR_WANT_WRITE) fail("TLS broke");
+    errno = EAGAIN;
+    return -1;
+}
+
+static void wait_not(int i) {
+    if (fcntl(fd[i], F_SETFL, O_NONBLOCK)) die("fcntl");
+}
+
+static ssize_t out(int i, const char *bytes, size_t len, int wait) {
+    int done = SSL_write(tls[i], bytes, len);
+    (void)wait;
+    return done > 0 ? done : not_now(i, done);
+}
+
+static ssize_t in(int i, char *bytes, size_t room, int wait) {
+    int done = SSL_read(tls[i], bytes, room);
+    (void)wait;
+    return done > 0 ? done : not_now(i, done);
+}
+
+static int more_in(int i) { return SSL_has_pending(tls[i]); }
+#else
+static void shake(int i) { (void)i; }
+
+static void wait_not(int i) { (void)i; }
+
+static ssize_t out(int i, const char *bytes, size_t len, int wait) {
+    return send(fd[i], bytes, len, MSG_NOSIGNAL | (wait ? 0 : MSG_DONTWAIT));
+}
+
+static ssize_t in(int i, char *bytes, size_t room, int wait) {
+    ssize_t r = recv(fd[i], bytes, room, wait ? 0 : MSG_DONTWAIT);
+    if (r == 0) fail("a master closed the connection");
+    return r;
+}
+
+static int more_in(int i) { return (void)i, 0; }
+#endif
+
 /* Send one command, blocking, and read until the reply ends with a line end. Set-up only. */
-static void ask(int f, const char *command, size_t len, char *reply, size_t room) {
+static void ask(int i, const char *command, size_t len, char *reply, size_t room) {
     size_t got = 0;
-    if (send(f, command, len, MSG_NOSIGNAL) != (ssize_t)len) die("send");
+    if (out(i, command, len, 1) != (ssize_t)len) die("send");
     do {
-        ssize_t r = recv(f, reply + got, room - 1 - got, 0);
+        ssize_t r = in(i, reply + got, room - 1 - got, 1);
         if (r <= 0) die("recv");
         got += r;
     } while (reply[got - 1] != '\n' && got < room - 1);
@@ -115,31 +174,34 @@ static void put_key(char key[KEY_LEN + 1], long k) {
 }
 
 /* Load the script and see once that both commands do what the measurement counts. */
-static void set_up(int f) {
+static void set_up(int i) {
     char command[512], reply[512], key[KEY_LEN + 1];
     int len = sprintf(command, "*3\r\n$6\r\nSCRIPT\r\n$4\r\nLOAD\r\n$%zu\r\n%s\r\n", strlen(LUA), LUA);
-    ask(f, command, len, reply, sizeof reply);
+    ask(i, command, len, reply, sizeof reply);
     if (strncmp(reply, "$40\r\n", 5) || strlen(reply) != 47) fail("SCRIPT LOAD was refused");
     memcpy(sha, reply + 5, 40);
     put_key(key, 0);
-    ask(f, command, put_set(command, key), reply, sizeof reply);
+    ask(i, command, put_set(command, key), reply, sizeof reply);
     if (strcmp(reply, "+OK\r\n")) fail("SET was refused");
-    ask(f, command, put_delete(command, key), reply, sizeof reply);
+    ask(i, command, put_delete(command, key), reply, sizeof reply);
     if (strcmp(reply, ":1\r\n")) fail("compare-and-delete found no key");
 }
 
 /* Take what has arrived from master i. Every reply of these two commands is one line, so a reply is a '\n'. */
 static void take(int i) {
     static char bytes[1 << 18];
-    ssize_t r = recv(fd[i], bytes, sizeof bytes, MSG_DONTWAIT);
-    if (r <= 0) die("recv");
-    for (ssize_t q = 0; q < r; q++)
-        if (bytes[q] == '\n') owed[i]--;
+    do {
+        ssize_t r = in(i, bytes, sizeof bytes, 0);
+        if (r < 0 && errno == EAGAIN) return;
+        if (r < 0) die("recv");
+        for (ssize_t q = 0; q < r; q++)
+            if (bytes[q] == '\n') owed[i]--;
+    } while (more_in(i));
 }
 
 /* What the socket takes of these bytes now; the rest waits for POLLOUT. */
 static size_t give(int i, const char *bytes, size_t len) {
-    ssize_t w = send(fd[i], bytes, len, MSG_NOSIGNAL | MSG_DONTWAIT);
+    ssize_t w = out(i, bytes, len, 0);
     if (w < 0 && errno != EAGAIN) die("send");
     return w < 0 ? 0 : w;
 }
@@ -221,7 +283,9 @@ int main(int argc, char **argv) {
 
     for (int i = 0; i < n_masters; i++) {
         fd[i] = dial(argv[4 + i]);
-        set_up(fd[i]);
+        shake(i);
+        set_up(i);
+        wait_not(i);
     }
 
     char *acquire = malloc(batch * COMMAND_MAX), *release = malloc(batch * COMMAND_MAX);

@@ -219,13 +219,19 @@ def measure(
 
 
 @functools.cache
-def build_floor() -> Path:
-    """Compile floor.c, once per process, into a directory that goes away with it."""
+def build_floor(over_tls: bool = False) -> Path:
+    """Compile floor.c, once per process, into a directory that goes away with it.
+
+    Raises:
+        subprocess.CalledProcessError: with TLS, where OpenSSL's headers are not installed.
+    """
     directory = Path(tempfile.mkdtemp(prefix="redlock_fast-floor-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     binary = directory / "floor"
     source = Path(__file__).with_name("floor.c")
-    subprocess.run([os.environ.get("CC", "cc"), "-O2", "-o", binary, source], check=True)
+    more = ["-DOVER_TLS", "-lssl", "-lcrypto"] if over_tls else []
+    command = [os.environ.get("CC", "cc"), "-O2", "-o", str(binary), str(source), *more]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL if over_tls else None)
     return binary
 
 
@@ -240,10 +246,16 @@ def floor_address(url: str) -> str:
 
 
 def run_floor(
-    urls: Sequence[str], seconds: float, *, mode: str = "quorum", batch: int = 1
+    urls: Sequence[str],
+    seconds: float,
+    *,
+    mode: str = "quorum",
+    batch: int = 1,
+    over_tls: bool = False,
 ) -> Result:
     """Run the C client as a process of its own; its p50 and p99 are those of a whole batch."""
-    command = [str(build_floor()), mode, str(seconds), str(batch), *map(floor_address, urls)]
+    binary = str(build_floor(over_tls))
+    command = [binary, mode, str(seconds), str(batch), *map(floor_address, urls)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=seconds + 60, check=False
     )
