@@ -195,6 +195,28 @@ TARGETS = (
 )
 
 
+FLOOR_CPU_US = 57
+"""What the floor took for a pair where the targets were set (one thread, 5 masters)."""
+
+
+def this_machine(data: Data) -> list[str]:
+    """What puts targets of processor time, and of slow peers, into proportion."""
+    try:
+        floor, ours = row_of(data, "one", "floor"), row_of(data, "one", OURS)
+        pottery = row_of(data, "one", PO)
+        own, over = floor["cpu_us"], ours["cpu_over_floor_us"]
+        ahead = floor["pairs_per_s"]["median"] / pottery["pairs_per_s"]["median"]
+    except (KeyError, TypeError):  # not measured
+        return []
+    share, aim = over / own, 20 / FLOOR_CPU_US
+    return [
+        "Targets of processor time are absolute. They were set where the floor took "
+        f"{FLOOR_CPU_US} us for a pair; here it took {own:.0f}. In parts of the floor's, one "
+        f"thread's {over:.0f} us above it are {share:.2f}, and the target's 20 were {aim:.2f}. "
+        f"The floor made {ahead:.1f} times as many pairs as pottery."
+    ]
+
+
 def targets(data: Data) -> tuple[list[str], list[list[str]]]:
     """One row per figure; what a run of some sections left out is not named."""
     head = ["", "measured", "target", ""]
@@ -427,6 +449,7 @@ def page(data: Data) -> str:
         "Ratios are medians of the rounds with their range. Not measured here: that memory and "
         "descriptors stay flat over many pairs and reconnects, which slow tests look after."
     )
+    parts += this_machine(data)
     for name, (title, _) in drawn(data).items():
         parts.append(f"![{title}](benchmarks/{name})")
     if data["sections"]:
