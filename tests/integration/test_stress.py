@@ -155,7 +155,7 @@ def _strike(masters: LocalMasters, crowd: Crowd, draw: random.Random) -> None:
 
 # A signal that comes in a finalizer of other code raises there, and is swallowed.
 @pytest.mark.filterwarnings(
-    r"ignore:Exception ignored in. <function (WeakSet|Popen|_HiredisParser)\."
+    r"ignore:Exception ignored in. <function (Weak\w+|Popen|_HiredisParser)\."
     ":pytest.PytestUnraisableExceptionWarning"
 )
 @pytest.mark.case("C70")
