@@ -46,7 +46,7 @@ from redlock_fast.testing import LocalMasters
 
 # An alarm may ring in a finalizer of Python's own, which swallows what its handler raises.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:Exception ignored in. <function WeakSet:pytest.PytestUnraisableExceptionWarning"
+    "ignore:Exception ignored in. <function Weak:pytest.PytestUnraisableExceptionWarning"
 )
 
 T = TypeVar("T")
@@ -230,7 +230,7 @@ def _storm(
 
 # A signal that comes in a finalizer of the standard library raises there, and is swallowed.
 @pytest.mark.filterwarnings(
-    r"ignore:Exception ignored in. <function (WeakSet|Popen)\."
+    r"ignore:Exception ignored in. <function (Weak\w+|Popen)\."
     ":pytest.PytestUnraisableExceptionWarning"
 )
 @pytest.mark.case("C101")
