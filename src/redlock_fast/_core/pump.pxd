@@ -45,8 +45,6 @@ cdef class Pump:
     cdef int _dial_one(self, Link link, int slot, int64_t now) except -1
     cdef int _bury_down(self) except -1
     cdef int _post(self) except -1
-    cdef void _take_over(self, int slot) noexcept
-    cdef void _take_from(self, int slot) noexcept
     cdef int _wake_decided(self) except -1
     cdef bint _concerned(self, Waiter* w) noexcept
     cdef void _aim(self, Waiter* w, Op op, bint first) noexcept

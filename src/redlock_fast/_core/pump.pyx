@@ -397,11 +397,9 @@ cdef class Pump:
     cdef object _seal(self):
         """Put what the links have to say into records. Returns what a signal handler raised.
 
-        A group commit: whoever finds somebody at it leaves that one what is there. A lone caller's
-        records leave one by one: the first masters are at work while those of the others are made.
+        A group commit: whoever finds somebody at it leaves that one what is there.
         """
         cdef Link link
-        cdef bint alone = self.mover.inside <= 1
         cdef object raised = None
         cdef timespec pause = timespec(0, NAP_NS)
         cdef int i
@@ -436,9 +434,6 @@ cdef class Pump:
                         self.mover.bury(i, True)
                         self.fleet.after_break(link)
                         self._wake_decided()
-                    elif alone:
-                        self._take_over(i)
-                        self.mover.push()
                 if not self.unsealed:
                     break
         finally:
@@ -557,13 +552,32 @@ cdef class Pump:
     @cython.linetrace(False)      # holds the mutex; a trace function may hand over the GIL
     cdef int _post(self) except -1:
         """Take the links' bytes over, in their order."""
+        cdef Link link
+        cdef Chan* c
         cdef int i
+        cdef Buf* out
         cdef object raised = self._seal() if self.fleet.sealed else None
         cdef int64_t timer = self.fleet.next_ns()
+        cdef int slots = self.fleet.slots
         pthread_mutex_lock(&self.mover.mu)
-        self.mover.slots = max(self.mover.slots, self.fleet.slots)
-        for i in range(self.fleet.slots):
-            self._take_from(i)
+        self.mover.slots = slots if slots > self.mover.slots else self.mover.slots
+        for i in range(slots):
+            link = link_at(self.fleet, i)
+            c = self.mover.chans[i]
+            if c == NULL or link is None:
+                continue
+            out = wire_out(link)
+            if out.n:
+                if c.pend.n == 0:
+                    c.pend, out[0] = out[0], c.pend
+                elif buf_put(&c.pend, out.p, out.n) != 0:
+                    c.err = END_OF_FILE
+                    c.event = True
+                    self.mover.alert = True
+                out.n = 0
+                self.mover.pending = True
+            link.unsent = c.pend.n + c.fly.n - c.sent
+            link.stuck = c.stuck
         if timer < self.mover.timer_ns and self.mover.polling:
             self.mover.kick()
         self.mover.timer_ns = timer
@@ -575,34 +589,6 @@ cdef class Pump:
         if raised is not None:
             raise raised
         return 0
-
-    @cython.linetrace(False)      # holds the mutex; a trace function may hand over the GIL
-    cdef void _take_over(self, int slot) noexcept:
-        """Take one link's bytes over."""
-        pthread_mutex_lock(&self.mover.mu)
-        self.mover.slots = max(self.mover.slots, self.fleet.slots)
-        self._take_from(slot)
-        pthread_mutex_unlock(&self.mover.mu)
-
-    @cython.linetrace(False)      # the mutex is held
-    cdef void _take_from(self, int slot) noexcept:
-        cdef Link link = link_at(self.fleet, slot)
-        cdef Chan* c = self.mover.chans[slot]
-        cdef Buf* out
-        if c == NULL or link is None:
-            return
-        out = wire_out(link)
-        if out.n:
-            if c.pend.n == 0:
-                c.pend, out[0] = out[0], c.pend
-            elif buf_put(&c.pend, out.p, out.n) != 0:
-                c.err = END_OF_FILE
-                c.event = True
-                self.mover.alert = True
-            out.n = 0
-            self.mover.pending = True
-        link.unsent = c.pend.n + c.fly.n - c.sent
-        link.stuck = c.stuck
 
     @cython.linetrace(False)      # holds the mutex; a trace function may hand over the GIL
     cdef int _wake_decided(self) except -1:
