@@ -127,3 +127,26 @@ assert used() == before
 print("done")
 """
     _run(script, masters)
+
+
+def test_no_descriptor_left_in_a_forked_child(masters: LocalMasters) -> None:
+    """It has none to wait with, which is not the same as a fork in the middle of the call."""
+    script = """
+client.connect()
+life("res")
+child = os.fork()
+if not child:
+    code = 1
+    try:
+        limit(used()[-1] + 1)
+        client.acquire("res", 60_000)
+    except NoQuorum as error:
+        code = 0 if "Too many open files" in error.reports[0].cause else 2
+    except BaseException:
+        code = 3
+    os._exit(code)
+assert os.waitpid(child, 0)[1] == 0
+client.close()
+print("done")
+"""
+    _run(script, masters)

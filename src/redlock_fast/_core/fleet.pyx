@@ -205,6 +205,7 @@ cdef class Fleet:
         """A round that cannot even begin: no master can be asked."""
         cdef int i
         op.start_ns = op.limit_ns = now
+        op.forks = self.forks
         for i in range(self.n):
             if op.asked >> i & 1:
                 op.explain(i, "refused", cause)
