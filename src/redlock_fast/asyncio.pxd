@@ -1,8 +1,11 @@
 # C types of asyncio.py, for speed only.
 
 from redlock_fast.drive_aio cimport Driver, Round
-from redlock_fast.holds cimport BaseClient
+from redlock_fast.holds cimport BaseClient, BaseLock
 from redlock_fast.plan cimport Hold, deleted, deletion, granted
+
+cdef class Lock(BaseLock):
+    pass
 
 cdef class Redlock(BaseClient):
     cdef readonly Driver _driver

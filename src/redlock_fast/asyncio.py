@@ -43,8 +43,6 @@ class Lock(BaseLock):
     that is dropped is not released; its ttl ends it.
     """
 
-    __slots__ = ("__weakref__",)
-
     async def release(self) -> bool:
         """Release the lock; see `Redlock.release`."""
         released: bool = await self.owner.release(self)

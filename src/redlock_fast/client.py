@@ -32,8 +32,6 @@ class Lock(BaseLock):
     that is dropped is not released; its ttl ends it.
     """
 
-    __slots__ = ("__weakref__",)
-
     def release(self) -> bool:
         """Release the lock; see `Redlock.release`."""
         released: bool = self.owner.release(self)

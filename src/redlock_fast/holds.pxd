@@ -11,6 +11,9 @@ cimport cython
 
 cpdef let_others_run(Py_ssize_t i)
 
+cdef class BaseLock(Hold):
+    pass
+
 cdef class BaseClient:
     cdef object __weakref__
     cdef dict __dict__

@@ -20,7 +20,7 @@ from redlock_fast._core.op import Op
 from redlock_fast.arguments import Milliseconds, resource_key, ttl_ms
 from redlock_fast.errors import ClosedError, LockLost, NoQuorum, NotAcquired
 from redlock_fast.options import parse_masters
-from redlock_fast.plan import LOST, RELEASED, TURN, Plan, attempt
+from redlock_fast.plan import LOST, RELEASED, TURN, Hold, Plan, attempt
 from redlock_fast.rules import NS_PER_MS
 
 L = TypeVar("L", bound="BaseLock")
@@ -41,12 +41,10 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-class BaseLock(plan.Hold):
+class BaseLock(Hold):
     """What a lock knows of itself."""
 
-    __slots__ = ()
-
-    def __init__(self) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         raise TypeError("a Lock is made by Redlock.acquire(), not by hand")
 
     @property

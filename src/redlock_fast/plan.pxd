@@ -20,6 +20,7 @@ cdef class Settings:
     cpdef int64_t lasting_ns(self, int64_t ttl_ms) except -1
 
 cdef class Hold:
+    cdef object __weakref__
     cdef public bytes key
     cdef public bytes secret
     cdef public int64_t ttl_ms

@@ -96,6 +96,8 @@ class Settings:
         return ttl_ns - drift_ns(ttl_ns, self.drift_factor)
 
 
+@cython.freelist(1024)  # or many that are held at a time make the garbage collector run
+@cython.cclass
 class Hold:
     """A lock as the plans see it; the facades' `Lock` objects add the verbs.
 

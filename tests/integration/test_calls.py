@@ -479,3 +479,5 @@ def test_what_is_no_lock(client: Redlock, not_a_lock: Any) -> None:
 def test_a_lock_is_not_made_by_hand() -> None:
     with pytest.raises(TypeError, match="acquire"):
         Lock()
+    with pytest.raises(TypeError, match="acquire"):
+        Lock("res", 1000)

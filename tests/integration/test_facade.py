@@ -10,6 +10,7 @@ import pickle
 import re
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -146,6 +147,28 @@ def test_locks_have_no_room_for_more(client: Redlock) -> None:
     lock = client.acquire("res", HOUR)
     with pytest.raises(AttributeError):
         lock.comment = "mine"  # type: ignore[union-attr]
+
+
+def test_locks_can_be_referred_to_weakly_and_collected(masters: LocalMasters) -> None:
+    """They are recycled, but nothing of one is left in another; a client may keep its own."""
+    client = Redlock([master.url for master in masters])
+    locks = client.acquire_many([f"res {i}" for i in range(2000)], HOUR)
+    left = [weakref.ref(lock) for lock in locks if lock]
+    assert all(client.release_many([lock for lock in locks if lock]))
+    tokens = {lock.token for lock in locks if lock}
+    del locks
+    assert not any(it() for it in left)
+    lock = client.acquire("res", HOUR)
+    assert lock
+    assert lock.extend()
+    assert lock.token not in tokens
+    assert lock.release()
+    client.mine = lock  # type: ignore[attr-defined]
+    client.close()
+    left = [weakref.ref(lock)]
+    del lock, client
+    gc.collect()
+    assert not any(it() for it in left)
 
 
 # -- closing -----------------------------------------------------------------------------------
