@@ -22,28 +22,25 @@ cdef enum Stage:
     QUEUED = 1      # waits for its turn
     ASKED = 2       # under way
     ENDED = 3       # over, and so is the wait
-    CANCELLED = 4   # likewise
+    LEFT = 4        # nobody waits any more
 
 cdef class Round:
     cdef Driver driver
     cdef readonly Op op
-    cdef object loop
     cdef readonly int64_t now_ns    # when its end was seen
     cdef int stage                  # a Stage
     cdef int life                   # the driver's
     cdef bint counted               # among the rounds under way
     cdef bint alone                 # no plan cleans up after it
-    cdef public bint _asyncio_future_blocking
-    cdef object callback            # who waits, called in `context`
-    cdef object context
-    cdef list others                # more of these: (callback, context)
+    cdef object future              # that its task waits for
     cdef object failure             # why it could not begin, or could not go on
-    cdef object message             # of who cancelled it
 
     cdef int _leave(self) except -1
     cdef int _end(self) except -1
-    cdef int _call(self, object callback, object context) except -1
-    cdef int _call_soon(self) except -1
+    cdef int _end_later(self) except -1
+
+cdef bint waits(object what) except -1
+cdef bint wakes_task(object callback) noexcept
 
 cdef class Driver:
     cdef object __weakref__
@@ -61,7 +58,7 @@ cdef class Driver:
     # of the loop
     cdef object call_soon
     cdef object call_later
-    cdef object new_future
+    cdef object resolved            # a future of its that is
     cdef object wake_callback
     cdef object flush_callback
     cdef object read_callback
@@ -82,6 +79,8 @@ cdef class Driver:
     cdef int64_t tick_answers
     # who waits
     cdef list inbox                 # rounds that have ended, whose waiters are to be woken
+    cdef list spare                 # futures for rounds to come,
+    cdef Py_ssize_t spares          # so many
     cdef list rounds                # of one lock, by their limits,
     cdef Py_ssize_t passed          # from here on
     cdef list heap                  # (time, serial, batch or future of a sleeper)

@@ -19,10 +19,10 @@ are closed without touching the loop or its selector.
 """
 
 import os
+import sys
 import weakref
-from asyncio import CancelledError, InvalidStateError, get_running_loop
+from asyncio import Future, Task, get_running_loop
 from collections import deque
-from contextvars import copy_context
 from functools import partial
 from heapq import heapify, heappop, heappush
 
@@ -54,6 +54,8 @@ cdef extern from "Python.h":
     unsigned long PyThread_get_thread_ident() noexcept
     int PyContext_Enter(object context) except -1
     int PyContext_Exit(object context) except -1
+    bint PyCFunction_CheckExact(object)
+    PyObject* PyCFunction_GET_SELF(object)
 
 cdef extern from "<sys/socket.h>" nogil:
     int SOL_SOCKET, SO_ERROR, SO_LINGER, MSG_DONTWAIT, MSG_NOSIGNAL
@@ -78,6 +80,8 @@ cdef enum:
     MAX_READS = 16              # recvs of one socket in a row
     MAX_INSIDE = 1024           # acquiring rounds under way; others may be twice as many
     MAX_ROUSED = 256            # tasks that are woken in a row
+# Futures that are kept for rounds to come. From 3.14 on a future remembers its task.
+cdef Py_ssize_t MAX_SPARE = 1024 if sys.version_info < (3, 14) else 0
 cdef int64_t NEVER = 0x7FFFFFFFFFFFFFFF
 cdef int64_t MS = 1_000_000
 # A connection that was idle so long is looked at before anything is sent (DESIGN, rule 11).
@@ -117,9 +121,7 @@ cdef class Chan:
 cdef class Round:
     """One round, for the one coroutine that awaits it; begins when it is awaited.
 
-    It is the iterator that `await` drives, and yields itself, once: to its task it is a future, so
-    it has all that `asyncio.isfuture` promises. A future of asyncio's own would have each task
-    woken by a callback, and a turn of the loop, of its own.
+    It is the iterator that `await` drives, and yields once: a future, for the task to wait for.
     """
 
     def __dealloc__(self):
@@ -138,8 +140,7 @@ cdef class Round:
             except BaseException:
                 self._leave()
                 raise
-            self._asyncio_future_blocking = True
-            return self
+            return self.future
         if self.stage != ENDED:
             self._leave()
             raise RuntimeError("await wasn't used with future")
@@ -171,8 +172,8 @@ cdef class Round:
         cdef bint counted = self.counted and self.life == self.driver.life
         self.counted = False
         if self.stage < ENDED:
-            self.stage = CANCELLED
-        self.callback = self.context = self.others = None
+            self.stage = LEFT
+        self.future = None
         if begun:
             self.driver._abandon(self.op, counted)
             if self.alone:
@@ -182,103 +183,56 @@ cdef class Round:
         return 0
 
     cdef int _end(self) except -1:
-        """It is over: call who waits, here and now. Not to be done while a task runs."""
-        cdef object callback = self.callback
-        cdef object context = self.context
-        cdef list others = self.others
+        """It is over: have who waits go on here and now. Not to be done while a task runs.
+
+        A future that is resolved has the loop call who waits in its next turn, each by a callback
+        of its own. So we take the task's callback out of the future, call it, and keep the future
+        for another round; for the task it is a resolved one that calls it. Only a task of asyncio's
+        own is known to care for no more than that.
+        """
+        cdef Driver driver = self.driver
+        cdef list rows = self.future._callbacks
+        cdef object wake, context
+        if rows is None or len(rows) > 1 or self.life != driver.life:
+            return self._end_later()
+        wake, context = <tuple> rows[0]
+        if driver.spares >= MAX_SPARE or not wakes_task(wake):
+            return self._end_later()
+        self.future.remove_done_callback(wake)
+        driver.spare[driver.spares] = self.future
+        driver.spares += 1
         self.stage = ENDED
-        self.callback = self.context = self.others = None
-        if callback is not None:
-            self._call(callback, context)
-        if others is not None:
-            for callback, context in others:
-                self._call(callback, context)
-        return 0
-
-    cdef int _call(self, object callback, object context) except -1:
+        self.future = None
+        PyContext_Enter(context)
         try:
-            PyContext_Enter(context)
-            try:
-                callback(self)
-            finally:
-                PyContext_Exit(context)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as exc:
-            self.loop.call_exception_handler(
-                {"message": f"Exception in callback {callback!r}", "exception": exc}
-            )
+            wake(driver.resolved)
+        finally:
+            PyContext_Exit(context)
         return 0
 
-    cdef int _call_soon(self) except -1:
-        """Have who waits called by the loop."""
-        if self.callback is not None:
-            self.loop.call_soon(self.callback, self, context=self.context)
-        if self.others is not None:
-            for callback, context in self.others:
-                self.loop.call_soon(callback, self, context=context)
-        self.callback = self.context = self.others = None
+    cdef int _end_later(self) except -1:
+        """It is over: have who waits go on in the next turn of the loop."""
+        self.stage = ENDED
+        if not self.future.done():      # nor cancelled
+            self.future.set_result(None)
+        self.future = None
         return 0
 
-    # -- a future, as tasks see it -----------------------------------------------------------------
 
-    def get_loop(self):
-        """The loop whose tasks may await it."""
-        return self.loop
+cdef bint waits(object what) except -1:
+    """Does anybody still wait for this round, or this future?"""
+    if type(what) is Round:
+        return (<Round> what).stage < ENDED
+    return not what.done()
 
-    def add_done_callback(self, callback, *, context=None):
-        """Call it with this round when the round is over."""
-        if context is None:
-            context = copy_context()
-        if self.stage >= ENDED:
-            self.loop.call_soon(callback, self, context=context)
-        elif self.callback is None:
-            self.callback = callback
-            self.context = context
-        else:
-            if self.others is None:
-                self.others = []
-            self.others.append((callback, context))
 
-    def remove_done_callback(self, callback):
-        """Do not call it; returns how many there were."""
-        cdef list rows = [] if self.callback is None else [(self.callback, self.context)]
-        cdef list left
-        if self.others is not None:
-            rows += self.others
-        left = [row for row in rows if row[0] != callback]
-        self.callback = self.context = self.others = None
-        for row in left:
-            self.add_done_callback(row[0], context=row[1])
-        return len(rows) - len(left)
-
-    def done(self):
-        """Is the wait over?"""
-        return self.stage >= ENDED
-
-    def cancelled(self):
-        """Was the wait cancelled?"""
-        return self.stage == CANCELLED
-
-    def cancel(self, msg=None):
-        """End the wait, unless it is over."""
-        if self.stage >= ENDED:
-            return False
-        self.stage = CANCELLED
-        self.message = msg
-        self._call_soon()
-        return True
-
-    def result(self):
-        """None, once the round is over."""
-        if self.stage == CANCELLED:
-            raise CancelledError() if self.message is None else CancelledError(self.message)
-        if self.stage != ENDED:
-            raise InvalidStateError("the round is not over yet")
-
-    def exception(self):
-        """None, once the round is over: what it has to raise is raised where it is awaited."""
-        return self.result()
+cdef bint wakes_task(object callback) noexcept:
+    """Is it how a task of asyncio's own (the one in C) waits for a future?"""
+    cdef PyObject* task
+    if not PyCFunction_CheckExact(callback):
+        return False
+    task = PyCFunction_GET_SELF(callback)
+    return task != NULL and type(<object> task) is Task
 
 
 @cython.final
@@ -412,14 +366,15 @@ cdef class Driver:
             self._start_anew()
         self.call_soon = loop.call_soon
         self.call_later = loop.call_later
-        self.new_future = loop.create_future
+        self.resolved = Future(loop=loop)
+        self.resolved.set_result(None)
         self.loop = loop
         return 0
 
     cdef int _forget(self) except -1:
         """Nobody waits, no loop calls: as new."""
         self.life += 1
-        self.loop = self.call_soon = self.call_later = self.new_future = self.timer = None
+        self.loop = self.call_soon = self.call_later = self.resolved = self.timer = None
         self.timer_ns = NEVER
         self.tick_ns = NEVER
         self.scheduled = self.rousing = self.waking = False
@@ -427,6 +382,8 @@ cdef class Driver:
         self.inside = 0
         self.stale = 0
         self.inbox = []
+        self.spare = [None] * MAX_SPARE
+        self.spares = 0
         self.rounds = []
         self.passed = 0
         self.heap = []
@@ -485,7 +442,12 @@ cdef class Driver:
         cdef Op op = what.op
         self.enter()
         what.life = self.life
-        what.loop = self.loop
+        if self.spares:
+            self.spares -= 1
+            what.future = self.spare[self.spares]
+        else:
+            what.future = Future(loop=self.loop)
+        what.future._asyncio_future_blocking = True     # so tells who awaits a future its task
         if op.kind == ACQUIRE:
             if self.inside < MAX_INSIDE and not self.tries:
                 return self._begin(what)
@@ -508,14 +470,13 @@ cdef class Driver:
 
     cdef int _admit_one(self, Round what) except -1:
         """It is its turn, unless nobody waits for it any more."""
-        if what.stage != QUEUED:
+        if what.stage != QUEUED or what.future.done():
             return 0
         try:
             self._begin(what)
         except BaseException as exc:    # its own trouble, not that of who made room for it
             what.failure = exc
-            what.stage = ENDED
-            what._call_soon()
+            what._end_later()
         return 0
 
     cdef int _begin(self, Round what) except -1:
@@ -592,10 +553,10 @@ cdef class Driver:
 
     cdef object _sleeper(self, int64_t until):
         """A future that is resolved at that time."""
-        cdef object future = self.new_future()
+        cdef object future = Future(loop=self.loop)
         self.serial += 1
         if self.stale > 64 and self.stale > len(self.heap) // 2:
-            self.heap = [row for row in self.heap if not row[2].done()]
+            self.heap = [row for row in self.heap if waits(row[2])]
             heapify(self.heap)
             self.stale = 0
         heappush(self.heap, (until, self.serial, future))
@@ -1262,8 +1223,7 @@ cdef class Driver:
             if what.stage < ENDED:
                 what.op.waiter = NULL
                 what.op.inbox = None
-                what.stage = ENDED
-                what._call_soon()
+                what._end_later()
 
     def _tear_down(self):
         """Close the connections, in good order: what was sent is delivered."""
