@@ -37,7 +37,7 @@ from posix.unistd cimport close
 
 from redlock_fast._core.fleet cimport Fleet, link_at
 from redlock_fast._core.io cimport clock_ns, open_socket
-from redlock_fast._core.link cimport DOWN, READY, Link, speaks, wire_out
+from redlock_fast._core.link cimport DOWN, Link, speaks, wire_out
 from redlock_fast._core.op cimport ACQUIRE, RELEASE, Op
 from redlock_fast._core.wire cimport Buf, Replies, buf_free, buf_put
 
@@ -897,15 +897,10 @@ cdef class Driver:
 
     cdef int _settle_rivals(self, int64_t now) except -1:
         """Whichever of two connections to a master answered first carries on."""
-        cdef Link link, rival
         cdef Chan c
         cdef int i
         for i in range(self.n):
-            rival = <Link> self.fleet.rivals[i]
-            if rival is None:
-                continue
-            link = <Link> self.fleet.links[i]
-            if rival.state == READY and (link.suspect or link.state != READY):
+            if self.fleet.rival_won(i):
                 self._shut(i, True)
                 self.fleet.promote(i, now)
                 c = <Chan> self.chans[self.n + i]
@@ -913,8 +908,8 @@ cdef class Driver:
                 self.chans[i] = c
                 if c is not None:
                     c.slot = i
-                    c.mark = rival.booked
-            elif link.state != READY or not link.suspect:
+                    c.mark = (<Link> self.fleet.links[i]).booked
+            elif self.fleet.rival_lost(i):
                 self._shut(self.n + i, True)
                 self.fleet.drop_rival(i)
         return 0

@@ -408,8 +408,9 @@ def test_a_second_connection_is_dropped_when_the_first_answers() -> None:
     fleet = ready_fleet(3)
     silent(fleet)
     fleet.dialing(3, T0)
+    assert not fleet.rival_lost(0)
     fleet.receive(0, OK, T0 + MS)
-    assert not fleet.links[0].suspect
+    assert (fleet.rival_won(0), fleet.rival_lost(0)) == (False, True)
     fleet.drop_rival(0)  # as whoever drives does
     assert fleet.rivals == [None] * 3
     assert fleet.slots == 3

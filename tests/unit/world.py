@@ -487,7 +487,7 @@ class World:
             # Second connections are tried, and nobody ever answers there.
             if due >> len(self.masters) + i & 1:
                 self.fleet.dialing(len(self.masters) + i, self.now)
-            elif self.fleet.rivals[i] is not None and not self.fleet.links[i].suspect:
+            elif self.fleet.rival_lost(i):
                 self.fleet.drop_rival(i)
         for i, master in enumerate(self.masters):
             if not due >> i & 1:

@@ -43,6 +43,8 @@ cdef class Fleet:
     cpdef int excuse(self, int64_t since, int64_t now) except -1
     cpdef uint64_t due(self, int64_t now) except? 0xFFFFFFFFFFFFFFFF
     cdef object place_to_dial(self, Link link, int64_t now)
+    cpdef bint rival_won(self, int i) noexcept
+    cpdef bint rival_lost(self, int i) noexcept
     cpdef int drop_rival(self, int i) except -1
     cpdef int promote(self, int i, int64_t now) except -1
     cdef int _kin(self, Link link, int64_t now) except -1

@@ -429,6 +429,22 @@ cdef class Fleet:
             self.after_break(link)
         return place
 
+    cpdef bint rival_won(self, int i) noexcept:
+        """Has a second connection to this master answered first? Then it is to be promoted."""
+        cdef Link link = <Link> self.links[i]
+        cdef Link rival = <Link> self.rivals[i]
+        return (
+            rival is not None and rival.state == READY and (link.suspect or link.state != READY)
+        )
+
+    cpdef bint rival_lost(self, int i) noexcept:
+        """Is a second connection to this master of no use any more? Then it is to be dropped."""
+        cdef Link link = <Link> self.links[i]
+        return (
+            self.rivals[i] is not None and (link.state != READY or not link.suspect)
+            and not self.rival_won(i)
+        )
+
     cpdef int drop_rival(self, int i) except -1:
         """No second connection any more."""
         self.rivals[i] = None

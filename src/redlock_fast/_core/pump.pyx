@@ -286,18 +286,13 @@ cdef class Pump:
 
     cdef int _settle_rivals(self, int64_t now) except -1:
         """Whichever of two connections to a master answered first carries on."""
-        cdef Link link, rival
         cdef int i
         for i in range(self.n):
-            rival = self.fleet.rivals[i]
-            if rival is None:
-                continue
-            link = <Link> self.fleet.at[i]
-            if rival.state == READY and (link.suspect or link.state != READY):
+            if self.fleet.rival_won(i):
                 self.mover.bury(i, True)
                 self.fleet.promote(i, now)
-                self.mover.move_chan(self.n + i, i, rival.booked)
-            elif link.state != READY or not link.suspect:
+                self.mover.move_chan(self.n + i, i, (<Link> self.fleet.links[i]).booked)
+            elif self.fleet.rival_lost(i):
                 self.mover.bury(self.n + i, True)
                 self.fleet.drop_rival(i)
         return 0
