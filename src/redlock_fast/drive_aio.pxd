@@ -21,8 +21,8 @@ cdef enum Stage:
     FRESH = 0       # not awaited yet
     QUEUED = 1      # waits for its turn
     ASKED = 2       # under way
-    ENDED = 3       # over, and so is the wait
-    LEFT = 4        # nobody waits any more
+    ENDED = 3       # over
+    LEFT = 4        # not over, but nobody waits any more
 
 cdef class Round:
     cdef Driver driver

@@ -56,6 +56,7 @@ cdef extern from "Python.h":
     int PyContext_Exit(object context) except -1
     bint PyCFunction_CheckExact(object)
     PyObject* PyCFunction_GET_SELF(object)
+    Py_ssize_t Py_REFCNT(PyObject*)
 
 cdef extern from "<sys/socket.h>" nogil:
     int SOL_SOCKET, SO_ERROR, SO_LINGER, MSG_DONTWAIT, MSG_NOSIGNAL
@@ -80,7 +81,8 @@ cdef enum:
     MAX_READS = 16              # recvs of one socket in a row
     MAX_INSIDE = 1024           # acquiring rounds under way; others may be twice as many
     MAX_ROUSED = 256            # tasks that are woken in a row
-# Futures that are kept for rounds to come. From 3.14 on a future remembers its task.
+# Futures that are kept for rounds to come. From 3.14 on a future remembers who waits for it, so
+# that each round there has one of its own.
 cdef Py_ssize_t MAX_SPARE = 1024 if sys.version_info < (3, 14) else 0
 cdef int64_t NEVER = 0x7FFFFFFFFFFFFFFF
 cdef int64_t MS = 1_000_000
@@ -186,28 +188,36 @@ cdef class Round:
         """It is over: have who waits go on here and now. Not to be done while a task runs.
 
         A future that is resolved has the loop call who waits in its next turn, each by a callback
-        of its own. So we take the task's callback out of the future, call it, and keep the future
-        for another round; for the task it is a resolved one that calls it. Only a task of asyncio's
-        own is known to care for no more than that.
+        of its own. So we take the callback out of the future, and call it. A future that nobody
+        but its task knows is not even resolved, and waits for another round: the task is told of
+        one that was resolved long ago, and asks us, not the future, what has come of the round.
         """
         cdef Driver driver = self.driver
-        cdef list rows = self.future._callbacks
+        cdef object future = self.future
+        cdef list rows = future._callbacks
         cdef object wake, context
-        if rows is None or len(rows) > 1 or self.life != driver.life:
+        cdef bint unknown
+        if not rows or len(rows) > 1 or self.life != driver.life:
             return self._end_later()
         wake, context = <tuple> rows[0]
-        if driver.spares >= MAX_SPARE or not wakes_task(wake):
+        if not wakes_task(wake):
             return self._end_later()
-        self.future.remove_done_callback(wake)
-        driver.spare[driver.spares] = self.future
-        driver.spares += 1
+        future.remove_done_callback(wake)
         self.stage = ENDED
         self.future = None
+        # Two refer to it: this function, and the task.
+        unknown = MAX_SPARE > 0 and Py_REFCNT(<PyObject*> future) == 2
+        if not unknown:
+            future.set_result(None)
         PyContext_Enter(context)
         try:
-            wake(driver.resolved)
+            wake(driver.resolved if unknown else future)
         finally:
             PyContext_Exit(context)
+        # Only now has the task let go of it.
+        if unknown and driver.spares < MAX_SPARE and self.life == driver.life:
+            driver.spare[driver.spares] = future
+            driver.spares += 1
         return 0
 
     cdef int _end_later(self) except -1:
@@ -445,6 +455,7 @@ cdef class Driver:
         if self.spares:
             self.spares -= 1
             what.future = self.spare[self.spares]
+            self.spare[self.spares] = None
         else:
             what.future = Future(loop=self.loop)
         what.future._asyncio_future_blocking = True     # so tells who awaits a future its task
@@ -541,7 +552,6 @@ cdef class Driver:
         """Nobody waits for this round any more; what it has sent stands. A release goes out."""
         if counted:
             self.inside -= 1
-            self._admit()
         op.waiter = NULL
         op.inbox = None
         if op.start_ns == 0:
@@ -549,6 +559,8 @@ cdef class Driver:
                 self.fleet.clean_up(op)
         elif op.hoping or op.k > 1:
             self.fleet.finish(op)
+        if counted and (self.tries or self.others) and not self.loop.is_closed():
+            self._admit()
         return 0
 
     cdef object _sleeper(self, int64_t until):

@@ -205,6 +205,36 @@ def test_c108_no_noise_at_exit(masters: LocalMasters, kind: str, more: str, go: 
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.parametrize("kind", LOOPS)
+def test_calls_thrown_away_after_their_loop(masters: LocalMasters, kind: str) -> None:
+    """Some had begun, others waited for their turn: nothing is raised, nothing stays."""
+    client = aio.Redlock(urls_of(masters), master_timeout=10_000)
+    loop = new_loop(kind)
+
+    loop.run_until_complete(client.connect())
+    calls = [client.acquire(f"res {i}", HOUR) for i in range(3000)]
+    tasks: list[Any] = [loop.create_task(each) for each in calls]
+    for master in masters:
+        master.pause()
+    try:
+        loop.run_until_complete(asyncio.sleep(0.01))
+        loop.close()
+        for task, call in zip(tasks, calls, strict=True):
+            task._log_destroy_pending = False
+            call.close()
+    finally:
+        for master in masters:
+            master.resume()
+    loop = new_loop(kind)
+    lock = loop.run_until_complete(client.acquire("res", HOUR))
+    assert lock
+    assert loop.run_until_complete(lock.release())
+    assert client._driver.inside == 0
+    eventually(lambda: are_clean(masters))
+    loop.run_until_complete(client.aclose())
+    loop.close()
+
+
 def test_a_client_that_is_dropped_while_its_loop_goes_on(run: Run, masters: LocalMasters) -> None:
     """One warning, as asyncio's own; and its connections are closed."""
 

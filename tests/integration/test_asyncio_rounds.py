@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import subprocess
 import sys
 import warnings
 import weakref
@@ -285,6 +286,155 @@ def test_futures_are_used_again_but_not_kept_by_thousands(run: Run, masters: Loc
             await soon(lambda: are_clean(masters))
 
     run(main())
+
+
+async def stepped(coroutine: Coroutine[Any, Any, Any], wait: Callable[[Any], Any]) -> Any:
+    """Run it by hand, within a task that waits for each of its futures."""
+    try:
+        while True:
+            future = coroutine.send(None)
+            future._asyncio_future_blocking = False
+            await wait(future)
+    except StopIteration as stop:
+        return stop.value
+
+
+async def as_it_is(future: asyncio.Future[None]) -> None:
+    await future
+
+
+@pytest.mark.parametrize(
+    "wait", [as_it_is, asyncio.shield, lambda it: asyncio.wait([it]), lambda it: wait_for(it)]
+)
+def test_a_task_that_waits_for_the_future_itself(
+    run: Run, masters: LocalMasters, wait: Callable[[Any], Any]
+) -> None:
+    """It has to find it resolved, and nobody else may be given it."""
+
+    async def main() -> None:
+        async with ready(masters) as client:
+            locks = await asyncio.gather(
+                *[stepped(client.acquire(f"res {i}", HOUR), wait) for i in range(20)],
+                *[client.acquire(f"other {i}", HOUR) for i in range(20)],
+            )
+            assert all(locks)
+            done = await asyncio.gather(*[stepped(client.release(lock), wait) for lock in locks])
+            assert done == [True] * 40
+            assert client._driver.inside == 0
+        assert are_clean(masters)
+
+    run(main())
+
+
+async def wait_for(future: asyncio.Future[None]) -> None:
+    await asyncio.wait_for(future, 20)
+
+
+def test_what_a_cancelled_task_was_told_is_not_kept(run: Run, masters: LocalMasters) -> None:
+    class Why:
+        pass
+
+    async def main() -> None:
+        async with ready(masters) as client:
+            lock = await client.acquire("res", HOUR)
+            assert lock
+            assert await lock.release()
+            for master in masters:
+                master.pause()
+            task = asyncio.ensure_future(client.acquire("res", HOUR))
+            await asyncio.sleep(0.01)
+            why = Why()
+            left = weakref.ref(why)
+            task.cancel(why)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            for master in masters:
+                master.resume()
+            del why, task
+            await asyncio.sleep(0)
+            gc.collect()
+            assert left() is None
+            await soon(lambda: are_clean(masters))
+
+    run(main())
+
+
+def test_a_task_that_could_not_be_woken_harms_no_other(masters: LocalMasters) -> None:
+    """Some run a loop inside one of its tasks, where asyncio lets no other task run."""
+    problems: list[str] = []
+    loop: Any = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda _, what: problems.append(str(what["exception"])))
+
+    async def main() -> None:
+        async with ready(masters) as client:
+            lost = loop.create_task(client.acquire("lost", HOUR))
+            await asyncio.sleep(0)
+            while not problems:
+                loop._run_once()
+            assert "while another task" in problems.pop()
+            other = loop.create_task(client.acquire("other", HOUR))
+            await asyncio.sleep(0)
+            lost.cancel()
+            lock = await other
+            assert lock
+            assert await lock.release()
+            # (It is lost with futures that are resolved by asyncio, too.)
+            lost._log_destroy_pending = False
+            lost.get_coro().close()
+            assert client._driver.inside == 0
+            await soon(lambda: are_clean(masters))
+
+    loop.run_until_complete(main())
+    loop.close()
+    assert problems == []
+
+
+OF_PYTHON = """
+import asyncio, sys
+from asyncio import futures, tasks
+asyncio.Future = futures.Future = futures._PyFuture
+asyncio.Task = tasks.Task = tasks._PyTask
+from redlock_fast.asyncio import Redlock
+
+problems = []
+
+async def main():
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, what: problems.append(what))
+    async with Redlock(sys.argv[1:]) as client:
+        await client.connect()
+        coroutine = client.acquire("by hand", 60_000)
+        future = coroutine.send(None)
+        assert type(future) is futures._PyFuture
+        calls = [asyncio.ensure_future(client.acquire(f"res {i}", 60_000)) for i in range(30)]
+        await asyncio.sleep(0)
+        for call in calls[::3]:
+            call.cancel()
+        got = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(each) for each in got[::3]} == {asyncio.CancelledError}
+        for _ in range(1000):
+            if future.done():
+                break
+            await asyncio.sleep(0.001)
+        try:
+            coroutine.send(None)
+        except StopIteration as stop:
+            assert await stop.value.release()
+        held = [each for i, each in enumerate(got) if i % 3]
+        assert await client.release_many(held) == [True] * 20
+        assert client._driver.inside == 0
+    assert problems == [], problems
+
+asyncio.run(main())
+"""
+
+
+def test_futures_and_tasks_in_python(masters: LocalMasters) -> None:
+    """As where there are none in C, or where somebody put these in their place."""
+    command = [sys.executable, "-c", OF_PYTHON, *[master.url for master in masters]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    eventually(lambda: are_clean(masters))
 
 
 def test_a_fork_in_the_middle_of_a_call(masters: LocalMasters) -> None:
