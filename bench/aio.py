@@ -24,7 +24,7 @@ JOIN_S = 60.0
 
 
 class AsyncContestant(Contestant):
-    """A client for tasks; `await pair(name)`, and `Tasks` as its load."""
+    """A client for tasks: `await acquire(name)`, `await release(lock)`, and `Tasks` as its load."""
 
     fast_loop = False
     """uvloop's instead of asyncio's own."""
@@ -48,6 +48,18 @@ class AsyncContestant(Contestant):
         """Close its connections."""
         raise NotImplementedError
 
+    def acquire(self, name: str) -> Awaitable[Any]:
+        """A lock; or None: not granted. To be awaited, with no coroutine of ours around it."""
+        raise NotImplementedError
+
+    def release(self, lock: Any) -> Awaitable[bool]:
+        """Likewise: was it ours until now?"""
+        raise NotImplementedError
+
+    async def pair(self, name: str) -> bool:  # type: ignore[override]
+        lock = await self.acquire(name)
+        return lock is not None and await self.release(lock)
+
     def close(self) -> None:
         self.loop.run_until_complete(self.end())
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
@@ -67,12 +79,13 @@ class AsyncRedlockFast(AsyncContestant):
         module = importlib.import_module("redlock_fast.asyncio")
         self.errors = (redlock_fast.RedlockError,)
         self.client: Any = module.Redlock(self.urls)
-        self.acquire, self.release = self.client.acquire, self.client.release
         await self.client.connect()
 
-    async def pair(self, name: str) -> bool:  # type: ignore[override]
-        lock = await self.acquire(name, TTL)
-        return lock is not None and await self.release(lock)
+    def acquire(self, name: str) -> Awaitable[Any]:
+        return self.client.acquire(name, TTL)  # type: ignore[no-any-return]
+
+    def release(self, lock: Any) -> Awaitable[bool]:
+        return self.client.release(lock)  # type: ignore[no-any-return]
 
     def owed(self) -> int:
         return sum(master["owed"] for master in self.client.stats()["masters"])
@@ -103,10 +116,11 @@ class AsyncPottery(AsyncContestant):
         self.factory = pottery.AIORedlock
         self.masters = frozenset(redis.asyncio.Redis.from_url(url) for url in self.urls)
 
-    async def pair(self, name: str) -> bool:  # type: ignore[override]
+    async def acquire(self, name: str) -> Any:
         lock = self.factory(key=name, masters=self.masters, auto_release_time=TTL / 1000)
-        if not await lock.acquire(blocking=False):
-            return False
+        return lock if await lock.acquire(blocking=False) else None
+
+    async def release(self, lock: Any) -> bool:
         await lock.release()
         return True
 
@@ -132,10 +146,11 @@ class AsyncRedisLock(AsyncContestant):
         self.errors = (redis.RedisError,)
         self.client: Any = redis.asyncio.Redis.from_url(self.urls[0])
 
-    async def pair(self, name: str) -> bool:  # type: ignore[override]
+    async def acquire(self, name: str) -> Any:
         lock = self.client.lock(name, timeout=TTL / 1000, blocking=False)
-        if not await lock.acquire():
-            return False
+        return lock if await lock.acquire() else None
+
+    async def release(self, lock: Any) -> bool:
         await lock.release()
         return True
 
@@ -187,7 +202,8 @@ class Tasks:
     async def stretch(self, contestant: Any, seconds: float, timed: bool) -> Result:
         """One stretch; p50, p99 and the slowest call are 0 unless `timed`."""
         tally = loads.Tally(contestant, self.count)
-        pair: Callable[[str], Awaitable[bool]] = contestant.pair
+        acquire: Callable[[str], Awaitable[Any]] = contestant.acquire
+        release: Callable[[Any], Awaitable[bool]] = contestant.release
         errors, next_name = contestant.errors, contestant.names.next
 
         async def work(index: int) -> None:
@@ -197,7 +213,8 @@ class Tasks:
             while not tally.over:
                 calls += 1
                 try:
-                    good += await pair(next_name())
+                    lock = await acquire(next_name())
+                    good += lock is not None and await release(lock)
                 except errors as error:
                     contestant.blame(error)
                 tally.done[index] = good
