@@ -147,8 +147,8 @@ def _render(lines: list[str]) -> Iterator[str]:
 def _on_docstring(
     app: Any, what: str, name: str, obj: object, options: object, lines: list[str]
 ) -> None:
-    if lines and re.match(r"[\w.]+\(.*\)( -> .+)?$", lines[0]):
-        del lines[0]  # Cython's own
+    if lines and re.match(r"[\w.]+\(.*\)( -> .+)?$|[\w.]+: [\w. |]+$", lines[0]):
+        del lines[0]  # Cython's own: of a function, or of a property
     text = "\n".join(_render(lines))
     lines[:] = _linked(text, name, app.redlock_fast_names).splitlines()
 

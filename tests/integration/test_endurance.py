@@ -96,7 +96,8 @@ def _flat(what: str, mb: float = 2.0) -> Iterator[None]:
     )
     assert grown.rss < mb * MB
     assert grown.malloced < MB
-    assert grown.blocks < 3000
+    # Free lists fill up as they happen to: some hold a thousand of their kind.
+    assert grown.blocks < 6000
     assert grown.descriptors == 0
 
 
@@ -184,7 +185,8 @@ def test_c154_a_million_pairs_of_tasks(masters: LocalMasters) -> None:
         async with ready(masters, master_timeout=10_000) as client:
             await thousand(client, "warm", 30)
             before = client.stats()
-            with _flat("1,000,000 pairs of 1000 tasks"):
+            # (Python takes memory from the system in pieces of 1 MB.)
+            with _flat("1,000,000 pairs of 1000 tasks", mb=4.0):
                 await thousand(client, "t", 1000)
             after = client.stats()
             for what in ("acquired", "released"):
